@@ -45,7 +45,7 @@ def make_truncated_image() -> Image.Image:
         (["file:///etc/hostname"], r"image\[0\]: this server reads no local files"),
         ([b""], r"image\[0\]: the media is empty"),
         (["picture.png"], r"image\[0\]: media URLs start with data:"),
-        ([None], r"image\[0\]: there is neither media nor a uuid"),
+        ([None], r"image\[0\]: has neither media nor a uuid"),
         ([np.full((60, 60, 3), np.nan)], "image.*not finite"),
         ([torch.full((3, 60, 60), torch.inf)], "image.*not finite"),
     ],

@@ -227,6 +227,6 @@ def test_an_item_that_takes_too_long_is_refused(
     monkeypatch.setattr(pipeline, "backend", backend)
     limits = replace(pipeline.limits, process_deadline_s=0.02, process_wait_s=0.02)
     monkeypatch.setattr(pipeline, "limits", limits)
-    with pytest.raises(CapacityError, match="it could not be processed in time"):
+    with pytest.raises(CapacityError, match="the media item could not be processed in time"):
         process(llm, make_prompt(make_new_png()))
     assert backend.num_cancelled == 1

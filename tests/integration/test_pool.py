@@ -276,7 +276,7 @@ def test_a_job_that_crashes_its_worker_fails_alone(make_pool: MakePool, tmp_path
     neighbour = begin(pool, tmp_path, "wait_for release")
     poison = pool.submit(b"abort", deadline_s=SOON_S)
     unlucky = pool.submit(b"abort_once here", deadline_s=SOON_S)
-    with pytest.raises(RequestError, match=r"^the process that worked on it crashed"):
+    with pytest.raises(RequestError, match=r"^the process that worked on the media item crashed"):
         poison.result(SOON_S)
     assert unlucky.result(SOON_S).reply == b"here"
     (tmp_path / "release").touch()
@@ -303,7 +303,7 @@ def test_a_job_over_its_deadline_is_ended_and_not_tried_again(
     ("factory", "reason"),
     [
         ("make_nothing", "ValueError: no such model"),
-        ("make_nothing_but_a_crash", "it ended with signal 6 while it started"),
+        ("make_nothing_but_a_crash", "the process ended with signal 6 while it started"),
         ("not_there", "AttributeError"),
     ],
 )
@@ -585,7 +585,7 @@ def test_what_a_worker_writes_is_logged(
     make_pool: MakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ask(make_pool(1), "say hello")
-    expected = ["a worker: hello", "a worker: hello, too"]
+    expected = [f"a worker of the media pool: {text}" for text in ("hello", "hello, too")]
     wait_until(lambda: [text for text in caplog.messages if text in expected] == expected)
 
 

@@ -236,5 +236,5 @@ def test_odd_uuids_are_refused(llm_of: LlmOf, uuids: list[Any], message: str) ->
 
 
 def test_neither_media_nor_uuid_is_refused(llm_of: LlmOf) -> None:
-    with pytest.raises(RequestError, match=r"image\[0\]: there is neither media nor a uuid"):
+    with pytest.raises(RequestError, match=r"image\[0\]: has neither media nor a uuid"):
         process(llm_of("lru"), make_prompt(None))

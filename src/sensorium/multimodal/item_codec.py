@@ -70,9 +70,10 @@ _item_decoder = msgspec.msgpack.Decoder(_WireItem)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedEmbeds:
-    """What an encoder would give for an item, computed by a client.
+    """The encoder output for one media item, which a client computed and sent instead of the item.
 
-    Whether a model takes such embeddings is decided elsewhere.
+    Raise `RequestError` on creation unless the tensor is a dense matrix of floating-point numbers
+    with at most `MAX_EMBEDS` rows. Whether the model accepts such embeddings is checked elsewhere.
     """
 
     tensor: torch.Tensor  # [num_embeds, width], floating-point numbers
@@ -81,35 +82,51 @@ class PrecomputedEmbeds:
         tensor = self.tensor
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-            raise RequestError("embeddings are a plain tensor that holds its values")
+            raise RequestError("embeddings must be a plain tensor that holds its values")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise RequestError(f"embeddings are floating-point numbers, not {tensor.dtype}")
+            raise RequestError(
+                f"embeddings must be 16-, 32- or 64-bit floating-point numbers, not {tensor.dtype}"
+            )
         if tensor.ndim != 2 or not 0 < len(tensor) <= MAX_EMBEDS or not tensor.shape[1]:
             raise RequestError(
-                f"embeddings have the shape [1 to {MAX_EMBEDS}, width], not {list(tensor.shape)}"
+                f"embeddings must have the shape [1 to {MAX_EMBEDS}, width], "
+                f"not {list(tensor.shape)}"
             )
 
 
 def get_num_bytes(kwargs: MultiModalKwargsItem) -> int:
-    """Return the size of the block that holds the tensors."""
+    """Return how many bytes the tensors of a media item take in one block of memory.
+
+    The bytes of each tensor are padded to a multiple of `ALIGNMENT`.
+    """
     return sum(_align(tensor.nbytes) for tensor in kwargs.values())
 
 
 def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
-    """Return the description of the tensors in their block."""
+    """Return a header in msgpack that describes the tensors in the block of a media item.
+
+    The header has the name, the dtype, the shape and the offset in bytes of each tensor. Raise
+    `RequestError` if the codec does not support the dtype of a tensor.
+    """
     specs = []
     offset = 0
     for name, tensor in kwargs.items():
         dtype = _name_dtype(tensor)
         if dtype not in _DTYPES:
-            raise RequestError(f"a processed item can't hold {name} as {dtype}")
+            raise RequestError(
+                f"tensor {name!r} of a processed media item can't have the dtype {dtype}"
+            )
         specs.append(_TensorSpec(name, dtype, tuple(tensor.shape), offset))
         offset += _align(tensor.nbytes)
     return _encoder.encode(specs)
 
 
 def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
-    """Copy the tensors into a writable block of `get_num_bytes`."""
+    """Copy the tensors of a media item into a block of memory, which must be writable.
+
+    The block has `get_num_bytes(kwargs)` bytes. Each tensor starts at the offset that
+    `encode_header` gives for it.
+    """
     offset = 0
     for tensor in kwargs.values():
         if tensor.nbytes:
@@ -119,7 +136,11 @@ def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
 
 
 def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """Return the block in pieces. Contiguous tensors are not copied."""
+    """Return the bytes of a media item's block as buffers that are to be written one after another.
+
+    Together they equal the block that `write_block` fills. Tensors that are contiguous and in host
+    memory are not copied.
+    """
     buffers = []
     for tensor in kwargs.values():
         if tensor.nbytes:
@@ -129,28 +150,41 @@ def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's memory as a flat tensor of bytes.
+    """Return the memory of a tensor as a one-dimensional tensor of bytes (uint8) on the host.
 
-    It is a view if the tensor is contiguous and on the host.
+    The result is a view of the tensor if that is contiguous and on the host, and a copy otherwise.
     """
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]:
-    """Return views of a writable block. Raise `RequestError` if the header doesn't fit it."""
+    """Return the tensors that a header describes, by name, as views of a writable block of memory.
+
+    Raise `RequestError` if the header can't be decoded, or if it places a tensor outside of the
+    block.
+    """
     return {spec.name: _decode_tensor(spec, block) for spec in _decode_header(header)}
 
 
 def as_frames(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """Return one piece of memory per tensor. Contiguous tensors are not copied."""
+    """Return the bytes of each tensor as one flat buffer, in the order of `kwargs`.
+
+    Tensors that are contiguous and in host memory are not copied.
+    """
     return [as_bytes(tensor).numpy().data for tensor in kwargs.values()]
 
 
 def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, torch.Tensor]:
-    """Return views of writable frames, one per tensor of the header."""
+    """Return the tensors that a header describes, by name, as views of writable buffers (frames).
+
+    There is one frame for each tensor, in the order of the header. Raise `RequestError` if the
+    header can't be decoded or does not fit the frames.
+    """
     specs = _decode_header(header)
     if len(specs) != len(frames):
-        raise RequestError(f"{len(frames)} frames for {len(specs)} tensors")
+        raise RequestError(
+            f"a media item has {len(specs)} tensors, but came in {len(frames)} frames"
+        )
     return {
         spec.name: _decode_tensor(replace(spec, offset=0), frame)
         for spec, frame in zip(specs, frames, strict=True)
@@ -158,7 +192,10 @@ def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, t
 
 
 def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> bytes:
-    """Return the item as it leaves the machine."""
+    """Return a processed media item in msgpack, as it is sent over the network.
+
+    `layout` describes the text that replaces the item's marker in a prompt. It may be None.
+    """
     tensors = {
         name: _WireTensor(_name_dtype(tensor), tuple(tensor.shape), as_bytes(tensor).numpy().data)
         for name, tensor in kwargs.items()
@@ -167,13 +204,16 @@ def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> byte
 
 
 def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLayout | None]:
-    """Return tensors of finite numbers that own their memory, and the layout.
+    """Return the tensors and the layout of a processed media item that came over the network.
 
-    Raise `RequestError` if the bytes are no such item.
+    The tensors are copies, and contain only finite numbers. The layout is None if the sender gave
+    none. Raise `RequestError` if `data` is not a processed item in msgpack.
     """
-    item = _decode_wire(data, "it is no processed item in msgpack")
+    item = _decode_wire(data, "the data is not a processed media item in msgpack")
     if len(item.tensors) > _MAX_TENSORS:
-        raise RequestError(f"it has {len(item.tensors)} tensors, {_MAX_TENSORS} at most")
+        raise RequestError(
+            f"the item has {len(item.tensors)} tensors, but may have {_MAX_TENSORS} at most"
+        )
     tensors = {name: _copy_tensor(name, tensor) for name, tensor in item.tensors.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
@@ -182,13 +222,19 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
 
 
 def decode_embeds(encoded: bytes) -> PrecomputedEmbeds:
-    """Return the embeddings in `{"tensors": {"embeds": ...}}`. Raise `RequestError` without any."""
-    item = _decode_wire(encoded, "embeddings can't be decoded: they are msgpack")
+    """Return the embeddings that a client has computed and sent in msgpack.
+
+    The message must be `{"tensors": {"embeds": ...}}` with one tensor of shape `[num_embeds,
+    width]`. Raise `RequestError` if it is anything else.
+    """
+    item = _decode_wire(encoded, "embeddings can't be decoded: they must be msgpack")
     if item.tensors.keys() != {PRECOMPUTED}:
-        raise RequestError(f"embeddings are one tensor of the name {PRECOMPUTED!r}")
+        raise RequestError(f"embeddings must be one tensor of the name {PRECOMPUTED!r}")
     given = item.tensors[PRECOMPUTED]
     if len(given.shape) != 2 or min(given.shape) < 1:
-        raise RequestError(f"embeddings have the shape [number, width], not {list(given.shape)}")
+        raise RequestError(
+            f"embeddings must have the shape [number, width], not {list(given.shape)}"
+        )
     return PrecomputedEmbeds(_copy_tensor(PRECOMPUTED, given))
 
 
@@ -202,7 +248,9 @@ def _decode_wire(data: bytes | memoryview, complaint: str) -> _WireItem:
 def _copy_tensor(name: str, tensor: _WireTensor) -> torch.Tensor:
     spec = _TensorSpec(name[:200], tensor.dtype[:50], tensor.shape, 0)
     if not all(spec.shape):
-        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape[:9]} holds nothing")
+        raise RequestError(
+            f"tensor {spec.name!r} of shape {spec.shape[:9]} holds nothing: no dimension may be 0"
+        )
     own = bytearray(tensor.data)  # the message may be of any size, and is read-only
     decoded = _decode_tensor(spec, memoryview(own))
     if decoded.nbytes != len(own):
@@ -210,7 +258,9 @@ def _copy_tensor(name: str, tensor: _WireTensor) -> torch.Tensor:
             f"tensor {spec.name!r} of shape {spec.shape} has {decoded.nbytes} bytes, not {len(own)}"
         )
     if decoded.dtype is torch.bool and bool((decoded.view(torch.uint8) > 1).any()):
-        raise RequestError(f"tensor {spec.name!r} holds bytes that are neither true nor false")
+        raise RequestError(
+            f"tensor {spec.name!r} of booleans holds bytes that are neither true nor false"
+        )
     return decoded
 
 
@@ -218,20 +268,27 @@ def _decode_header(header: bytes) -> tuple[_TensorSpec, ...]:
     try:
         return _header_decoder.decode(header)
     except msgspec.MsgspecError as error:
-        raise RequestError(f"tensors can't be decoded: {error}") from error
+        raise RequestError(f"the header of the tensors can't be decoded: {error}") from error
 
 
 def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
-    """Return a view of a writable block. Raise `RequestError` if there can't be one."""
+    """Return one tensor as a view of a writable block of memory.
+
+    Raise `RequestError` if the dtype or the shape is not supported, or if the tensor is not inside
+    the block at an aligned offset.
+    """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        raise RequestError(f"tensor {spec.name!r}: unknown dtype {spec.dtype!r}")
+        raise RequestError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
     if len(spec.shape) > _MAX_DIMENSIONS:
         raise RequestError(
-            f"tensor {spec.name!r} has {len(spec.shape)} dimensions, {_MAX_DIMENSIONS} at most"
+            f"tensor {spec.name!r} has {len(spec.shape)} dimensions, but may have "
+            f"{_MAX_DIMENSIONS} at most"
         )
     if any(size < 0 for size in spec.shape):
-        raise RequestError(f"tensor {spec.name!r}: impossible shape {spec.shape}")
+        raise RequestError(
+            f"tensor {spec.name!r} has the impossible shape {spec.shape}: a size is negative"
+        )
     count = prod(spec.shape)
     end = spec.offset + count * dtype.itemsize
     if spec.offset < 0 or spec.offset % ALIGNMENT or end > len(block):

@@ -15,19 +15,19 @@ from sensorium.types.options import ALL_COMMANDS, check_options, option
 
 @dataclass(slots=True)
 class MediaBytes:
-    """An encoded item: the bytes of a file."""
+    """The bytes of one encoded media file, such as a PNG, and their digest once it is computed."""
 
     data: bytes
-    # Filled by the hasher when it is first needed. A cache that keeps these bytes keeps it, too.
+    # Computed by the hasher when it is first needed. A cache of these bytes keeps the digest, too.
     digest: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedMedia:
-    """The result of loading one item."""
+    """The outcome of loading one media item: its bytes, or the error that prevented it."""
 
     outcome: MediaBytes | RequestError
-    fetch_s: float  # how long it took, from the moment when it was this item's turn
+    fetch_s: float  # the seconds of loading, from when this item's turn came
 
 
 _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
@@ -35,12 +35,12 @@ _ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
-    """An item of a request."""
+    """An image, a video or an audio clip of a request, as the caller gave it."""
 
-    path: FieldPath  # where it stands in its prompt, for errors
+    path: FieldPath  # the field of the request that has the item, for errors
     modality: str
     # A URL (`data:`, `http:`, `https:`, `file:`), a file's bytes, or a PIL image, array or tensor.
-    # None: the caller expects a cache to have it, under `uuid`.
+    # None: the caller sent only a `uuid`, and expects the item to be in a cache.
     media: Any
     uuid: str | None = None
 
@@ -50,13 +50,13 @@ class MediaItem:
 
     @property
     def is_remote(self) -> bool:
-        """Return True if it has to be fetched over the network."""
+        """Return True if the media is an HTTP or HTTPS URL, which has to be fetched."""
         return isinstance(self.media, str) and self.media[:4].lower() == "http"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceptionOptions:
-    """The options that a request has for all its items."""
+    """The options of a request for decoding, processing and caching all its media items."""
 
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the model's processor
     # Modality -> options of the decoder.
@@ -75,9 +75,9 @@ _deadline = partial(option, above=0, most=_MAX_DEADLINE_S, metavar="SECONDS", co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """What media may cost, and where it may come from.
+    """The limits on the size and the work of a media item, and on where it may come from.
 
-    Safe by default: no local files and no private addresses.
+    By default, local files and private network addresses are refused.
     """
 
     max_bytes: int = _count(
@@ -154,12 +154,16 @@ class MediaLimits:
 
     @property
     def flight_timeout_s(self) -> float:
-        """Return the longest time that it can take to process an item.
+        """Return the longest time, in seconds, that the processing of one media item may take.
 
-        An item that loses its worker waits and is worked on once more.
+        This allows for two attempts, each with its wait for a worker process, because an item is
+        tried once more if its worker ends.
         """
         return 2 * (self.process_wait_s + self.process_deadline_s)
 
     def get_request_deadline_s(self) -> float:
-        """Return the seconds in which all media of one request must have been fetched."""
+        """Return the seconds in which all media of one request must have been fetched.
+
+        Unless `request_deadline_s` is set, that is twice the deadline of one item.
+        """
         return 2 * self.deadline_s if self.request_deadline_s is None else self.request_deadline_s

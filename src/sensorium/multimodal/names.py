@@ -44,7 +44,11 @@ _STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in p
 
 
 class MediaHasher:
-    """A maker of hashes. `model_revision` and `processor_fingerprint` are part of every hash."""
+    """A maker of hashes that identify media items by their content and how they are processed.
+
+    `algorithm` is one of `HASH_ALGORITHMS`. `model_revision` and `processor_fingerprint` are part
+    of every hash that `name_item` returns, so different models never share a processed item.
+    """
 
     def __init__(
         self,
@@ -58,9 +62,11 @@ class MediaHasher:
         self._context = self._digest("context", [model_revision, processor_fingerprint])
 
     def digest_source(self, media: object) -> str:
-        """Return the digest of the source alone. The bytes of `MediaBytes` are digested once.
+        """Return the digest of a media source as it was given, before anything is decoded.
 
-        Embeddings are never named as a picture or a sound of the same numbers.
+        `media` is a `MediaBytes`, a `PrecomputedEmbeds`, or decoded media such as an image, an
+        array or a tensor. The digest of a `MediaBytes` is stored in that object and computed only
+        once. The digest of embeddings never equals that of other media with the same numbers.
         """
         if isinstance(media, PrecomputedEmbeds):
             return self._digest("embeds", media.tensor)
@@ -79,21 +85,30 @@ class MediaHasher:
         processor_kwargs: Mapping[str, object],
         cache_salt: str | None,
     ) -> str:
-        """Return the `mm_hash` of an item.
+        """Return the `mm_hash` of a media item, which is its key in the caches of processed items.
 
-        `decode_options` are `None` for media that came decoded.
+        Two items have the same `mm_hash` only if all arguments are equal, so items with different
+        salts are never shared. `decode_options` is None for media that the caller gave in decoded
+        form.
         """
         parts = [self._context, source_digest, modality, decode_options, processor_kwargs]
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Return the `mm_hash` for a name that was not made here. It equals no other `mm_hash`."""
+        """Return the `mm_hash` for a media item that a client sent under a hash of its own.
+
+        The result depends on the client's hash (`mm_hash`) and on the salt, and never equals a hash
+        of `name_item`.
+        """
         return self._digest("external", [mm_hash, cache_salt])
 
     def name_uuid(
         self, uuid: str, modality: str, cache_salt: str | None, client: str | None = None
     ) -> str:
-        """Return the name under which a store keeps what a client's uuid refers to."""
+        """Return the key under which the shared store records what a client's uuid refers to.
+
+        `client` is a digest of the client's API key, or None for a client without a key.
+        """
         clients = [] if client is None else [client]
         return self._digest("uuid", [uuid, modality, cache_salt, *clients])
 
@@ -107,9 +122,10 @@ class MediaHasher:
 
 
 def choose_algorithm(machine: str) -> str:
-    """Return the fastest algorithm for files, by measurement (docs/adr/0008-identity.md).
+    """Return the hash algorithm that is fastest for files on a machine type such as "x86_64".
 
-    It is BLAKE3 where that has wide vectors, and SHA-256 where the processor computes it.
+    That is "blake3" on x86-64 if its package is installed, and "sha256" otherwise. The measurements
+    are in docs/adr/0008-identity.md.
     """
     has_blake3 = importlib.util.find_spec("blake3") is not None
     return "blake3" if machine in ("x86_64", "AMD64") and has_blake3 else "sha256"
@@ -129,7 +145,7 @@ def _get_constructor(algorithm: str) -> Callable[[], Any]:
 
 def _update(digest: Any, value: object, *, depth: int) -> None:
     if depth > _MAX_DEPTH:
-        raise RequestError(f"media options are nested more than {_MAX_DEPTH} deep")
+        raise RequestError(f"media options are nested more than {_MAX_DEPTH} levels deep")
     if isinstance(value, Image.Image):
         _update_image(digest, value)
     elif isinstance(value, torch.Tensor):
@@ -160,14 +176,14 @@ def _update_scalar(digest: Any, value: object) -> None:
     elif value is None or isinstance(value, bool | int | float):
         plain = value if value is None or isinstance(value, bool) else _as_plain(value)
         if isinstance(plain, int) and plain.bit_length() > _MAX_BITS:
-            raise RequestError("media options can't hold a number this large")
+            raise RequestError("media options can't hold a whole number this large")
         _frame(digest, type(plain).__name__.encode(), repr(plain).encode())
     else:
-        raise RequestError(f"media options can't hold a {type(value).__name__}")
+        raise RequestError(f"media options can't hold a value of the type {type(value).__name__}")
 
 
 def _as_plain(value: int | float) -> int | float:
-    """Return a value of the plain type, because subclasses may have another `repr`."""
+    """Return the number as a plain `int` or `float`, because a subclass may have another `repr`."""
     return int(value) if isinstance(value, int) else float(value)
 
 
@@ -192,7 +208,9 @@ def _update_image(digest: Any, image: Image.Image) -> None:
 
 def _update_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
     if array.dtype.hasobject:
-        raise RequestError("media can't be a numpy array of objects")
+        raise RequestError(
+            "media can't be a numpy array of Python objects: use an array of numbers"
+        )
     _frame(digest, b"array", f"{array.dtype.str}:{array.shape}".encode())
     # As bytes first: not every type of numpy's can be shown as a buffer.
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -210,7 +228,10 @@ _DIGEST, _IS_ENCODED = "digest", "is_encoded"  # tensors of a binding in a store
 
 
 class UuidScope(NamedTuple):
-    """The scope in which a uuid refers to one source."""
+    """The scope in which a client's uuid identifies one media source.
+
+    The same uuid may stand for another source in another scope.
+    """
 
     client: str | None = None  # digest of an API key; None: all clients without a key
     cache_salt: str | None = None  # of the request
@@ -221,32 +242,41 @@ _Key = tuple[UuidScope, str, str]  # scope, modality, uuid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundSource:
-    """The source that a uuid refers to."""
+    """The media source that a client's uuid refers to, identified by its digest."""
 
     digest: str
     is_encoded: bool  # it was a file, not pixels or samples in process
 
 
 class UuidBindings:
-    """The bindings of one process. Several threads may use it."""
+    """A table that records which media source each uuid of a client refers to.
+
+    A uuid is bound to the source that it was first used with. The table belongs to one process, and
+    several threads may use it. When it is full, the least recently used binding is dropped.
+    """
 
     def __init__(self, max_entries: int = 65_536) -> None:
         self._sources: LruCache[_Key, BoundSource] = LruCache(max_entries)
         self._lock = Lock()  # between a check and its binding
 
     def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
-        """Return the source that the uuid is bound to, and keep the binding for longer."""
+        """Return the media source that the uuid is bound to, or None if it is not bound.
+
+        A uuid is bound to the source that it was first used with. The binding becomes the most
+        recently used.
+        """
         return self._sources.get((scope, modality, uuid))
 
     def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        """Raise `RequestError` if the uuid is bound to another source."""
+        """Raise `RequestError` if the uuid was first used for another media source in its scope."""
         bound = self.get(uuid, modality=modality, scope=scope)
         _check_same(uuid, modality, source, bound)
 
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
-        """Bind the uuid to a source that was processed: a damaged one takes no uuid away.
+        """Bind the uuid to a media source, so that a later request may send the uuid alone.
 
-        Raise `RequestError` if the uuid is bound to another source.
+        Raise `RequestError` if the uuid is bound to another source in this scope. Call this only
+        after the source was processed, so that a damaged file does not occupy a uuid.
         """
         key = scope, modality, uuid
         with self._lock:
@@ -256,11 +286,16 @@ class UuidBindings:
 
 def _check_same(uuid: str, modality: str, source: BoundSource, bound: BoundSource | None) -> None:
     if bound not in (None, source):
-        raise RequestError(f"uuid {uuid!r} was first used for another {modality}")
+        raise RequestError(
+            f"uuid {uuid!r} was first used for another {modality}: choose a new uuid"
+        )
 
 
 def check_uuid(uuid: object) -> str | None:
-    """Return a uuid of a client, or raise `RequestError` if it can't be one."""
+    """Return the uuid that a client sent for a media item, or None if it sent none.
+
+    Raise `RequestError` if the value is not a string of 1 to `MAX_UUID_LENGTH` characters.
+    """
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
@@ -269,11 +304,11 @@ def check_uuid(uuid: object) -> str | None:
 
 
 class SharedUuidBindings(UuidBindings):
-    """The bindings of all frontends that share a store.
+    """A table of uuid bindings that all frontend processes share.
 
-    A binding is an item of the store under a name of its own. The first frontend that puts it has
-    bound the uuid, and it is evicted as other items are. What is bound in this process as well is
-    not read from the store.
+    Each binding is a small item in the shared-memory store, and the first frontend that stores it
+    has bound the uuid. The store may evict a binding like any other item. A binding that this
+    process has made is also kept in its own memory, and is read from there.
     """
 
     def __init__(self, store: ShmStore, hasher: MediaHasher) -> None:
@@ -285,7 +320,7 @@ class SharedUuidBindings(UuidBindings):
         name = self._name(uuid, modality, scope)
         found = super().get(uuid, modality=modality, scope=scope)
         if found is not None:
-            self._store.touch(name)  # it must not be evicted for others while it is used here
+            self._store.touch(name)  # so that other processes don't evict what this one uses
             return found
         stored = self._store.copy_item(name)
         return None if stored is None else _read_item(stored)
@@ -295,7 +330,7 @@ class SharedUuidBindings(UuidBindings):
         _check_same(uuid, modality, source, found)
         name = self._name(uuid, modality, scope)
         reference = self._store.put(_make_item(name, modality, source))
-        if reference is not None:  # else there is no room, and it is bound in this process only
+        if reference is not None:  # else the store is full: bound in this process only
             try:
                 bound = _read_item(self._store.open(reference))
             finally:

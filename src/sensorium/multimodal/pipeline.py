@@ -46,12 +46,16 @@ from sensorium.types.multimodal import ItemTimes, ProcessedItem
 from sensorium.utils.pausing import Pausing, run_through
 
 _MAX_RETRIES = 3  # an item may be evicted between its processing and its first use
-_Result = FinishedItem | None  # None: the cache has it already
+_Result = FinishedItem | None  # None: the item is in the cache already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerceivedItem:
-    """A handle, and what it was made from, which is needed if the core loses the tensors."""
+    """A media item that is ready for the engine core, and what is needed to process it again.
+
+    `handle` is a reference that keeps the processed item in the cache until it is released. The
+    other fields are used if the engine core has lost the tensors.
+    """
 
     handle: ItemHandle
     path: FieldPath  # the place of the item in its prompt, for errors
@@ -65,7 +69,7 @@ class PerceivedItem:
 
 @dataclass(kw_only=True, eq=False)
 class MediaPipeline:
-    """The steps of media items from their sources to a cache."""
+    """A pipeline that fetches, hashes and processes media items, and puts them into a cache."""
 
     cache: ProcessorCache
     hasher: MediaHasher
@@ -78,9 +82,10 @@ class MediaPipeline:
     flights: SingleFlight[str, _Result] = field(default_factory=SingleFlight)
 
     def for_warmup(self) -> MediaPipeline:
-        """Return a pipeline that does the same with its own cache and uuids.
+        """Return a pipeline that processes items the same way, with a cache and uuids of its own.
 
-        What it processes is neither kept nor counted here. The caller closes its `loader`.
+        The items that it processes are not kept, and do not change this pipeline's cache, uuids or
+        counts. The caller must close its `loader`.
         """
         return MediaPipeline(
             cache=ItemTable(0),
@@ -99,10 +104,14 @@ class MediaPipeline:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[list[PerceivedItem]]:
-        """Return one perceived item per item, in their order. Pause while sources are fetched.
+        """Process the media items that the cache does not have, and return all items in order.
 
-        `cancelled` completes when the result is no longer wanted. Without `needs_tensors`, items
-        that no cache has may be returned without them.
+        This generator pauses while sources are fetched (see `utils.pausing`). The caller must
+        `release` the returned items. After an error nothing is held.
+
+        If `cancelled` completes, the result is no longer wanted and the work is given up. If
+        `needs_tensors` is False, an item that is not in the cache may be returned without tensors,
+        with only the layout (the text that replaces its marker in the prompt).
         """
         calls = [
             _ItemCall(self, item, options, cancelled, needs_tensors=needs_tensors) for item in items
@@ -119,17 +128,24 @@ class MediaPipeline:
         return [call.get_result() for call in calls]
 
     def release(self, items: Iterable[PerceivedItem]) -> None:
-        """Let the items be evicted, if no other request holds them. Release each once."""
+        """Release the handles of the items, so that the cache may evict what no other request uses.
+
+        Each item must be released exactly once.
+        """
         self.cache.release([item.handle for item in items if not item.is_layout_only])
 
     def perceive_again(self, item: PerceivedItem) -> PerceivedItem:
-        """Do what `perceive_again_pausing` does, and wait for sources in this thread."""
+        """Run `perceive_again_pausing` to its end, and block while the source is fetched."""
         return run_through(self.perceive_again_pausing(item))
 
     def perceive_again_pausing(
         self, item: PerceivedItem, *, cancelled: Future[None] | None = None
     ) -> Pausing[PerceivedItem]:
-        """Return the same item, which is processed again if the cache has lost its tensors."""
+        """Return the media item with a new handle, after the engine core has lost its tensors.
+
+        The item is processed again if the cache does not have it either. Raise `MissingMediaError`
+        if its source is not available, or if its URL has other content now.
+        """
         mm_hash = item.handle.mm_hash
         if item.brought is not None:
             handle = self.cache.get_and_update_item(mm_hash, item.brought)
@@ -143,7 +159,9 @@ class MediaPipeline:
                 return replace(again, times=add_times(item.times, again.times))
             self.cache.release([again.handle])  # the URL has other content now
         raise MissingMediaError(
-            "it is in no cache any more: send it again", (item.given_hash or mm_hash,), item.path
+            "the media item is in no cache any more: send it again",
+            (item.given_hash or mm_hash,),
+            item.path,
         )
 
     def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> Pausing[None]:
@@ -158,14 +176,18 @@ class MediaPipeline:
 
 
 def _run(stage: Callable[[_ItemCall], None], calls: Sequence[_ItemCall]) -> None:
-    """Run one stage of all calls. An error gets the path of its item."""
+    """Run one stage for each media item, and add the item's field path to a `RequestError`."""
     for call in calls:
         with at(*call.item.path):
             stage(call)
 
 
 class _ItemCall:
-    """One item in its stages: recognised by its uuid, or loaded, hashed, found or processed."""
+    """The state of one media item on its way through the stages of the pipeline.
+
+    The item is recognised by its uuid, or its source is loaded and hashed. Then the item is found
+    in the cache, or it is processed.
+    """
 
     def __init__(
         self,
@@ -196,7 +218,11 @@ class _ItemCall:
         return self._handle is None and self.source is None
 
     def recognise(self) -> None:
-        """Find the item by its uuid. If a cache has the item, it is not fetched."""
+        """Look up the media item by its uuid, so that it need not be fetched if the cache has it.
+
+        Raise `MissingMediaError` if the client sent only a uuid, and the cache does not have the
+        item.
+        """
         item, pipeline = self.item, self._pipeline
         if item.uuid is not None and (item.media is None or item.is_remote):
             source = pipeline.uuids.get(item.uuid, modality=item.modality, scope=self._scope)
@@ -207,13 +233,16 @@ class _ItemCall:
                 self._bound = None if self._handle is None else source
         if item.media is None and self._handle is None:
             if item.uuid is None:
-                raise RequestError("there is neither media nor a uuid")
+                raise RequestError("has neither media nor a uuid: send one of them")
             raise MissingMediaError(
-                f"the media of uuid {item.uuid!r} is in no cache: send it", (item.uuid,)
+                f"the media of uuid {item.uuid!r} is in no cache: send the media", (item.uuid,)
             )
 
     def start(self) -> None:
-        """Hash the item, and begin to process it if no cache has it."""
+        """Hash the source of the media item, and begin to process it if the cache does not have it.
+
+        Do nothing if the item was already found by its uuid.
+        """
         if self._handle is not None:
             return
         pipeline, item = self._pipeline, self.item
@@ -233,7 +262,11 @@ class _ItemCall:
             self._join()
 
     def _lay_out(self, layouts: SizeLayouts, job: ItemJob) -> None:
-        """Use the layout alone, if it can be found without the tensors."""
+        """Compute only the layout of the media item, if that is possible without its tensors.
+
+        The layout is the text that replaces the item's marker in the prompt. If it can't be
+        computed, nothing changes.
+        """
         layout = layouts.get(job, self.source, cancelled=self._cancelled)
         if layout is not None:
             self._is_layout_only = True
@@ -271,14 +304,20 @@ class _ItemCall:
         pipeline, job, source = self._pipeline, self._get_job(), self.source
 
         def start() -> Flight:
-            if pipeline.cache.is_cached(job.mm_hash):  # it came after the look-up
+            if pipeline.cache.is_cached(
+                job.mm_hash
+            ):  # another request has put it there since the look-up
                 return FinishedFlight(None)
             return pipeline.backend.start(job, source)
 
         self._waiter = pipeline.flights.join(job.mm_hash, start)
 
     def finish(self) -> None:
-        """Wait until the item is processed, and get a handle for this request."""
+        """Wait until the media item is processed, and get a handle on it for this request.
+
+        Raise `CapacityError` if the item is evicted from the cache each time before this request
+        can use it.
+        """
         for attempt in range(1 + _MAX_RETRIES):
             if attempt:
                 self._join()
@@ -288,12 +327,15 @@ class _ItemCall:
                 self._handle = self._pipeline.cache.get_and_update_item(self._get_job().mm_hash)
             if self._handle is not None:
                 return
-        raise CapacityError("the cache of processed media is too busy to keep this item")
+        raise CapacityError(
+            "the cache of processed media is too busy to keep the media item: try again later"
+        )
 
     def _take(self, waiter: Waiter[str, _Result]) -> None:
-        """Put the result of the flight into the cache, and leave the flight afterwards.
+        """Wait for the processing of the media item, and put the result into the cache.
 
-        So a later caller finds the flight or the entry of the cache.
+        Several requests may wait for the same processing (a flight). This request leaves the flight
+        only when the item is in the cache, so that a later request finds one of the two.
         """
         pipeline, mm_hash = self._pipeline, self._get_job().mm_hash
         began = time.monotonic()
@@ -302,7 +344,9 @@ class _ItemCall:
             timeout_s = pipeline.limits.flight_timeout_s
             finished = waiter.result(timeout_s=timeout_s, cancelled=self._cancelled)
         except TimeoutError as error:  # the cause is not known here
-            raise CapacityError("it could not be processed in time") from error
+            raise CapacityError(
+                "the media item could not be processed in time: try again later"
+            ) from error
         if not waiter.is_leader:
             self.times.add({"wait": time.monotonic() - began})
         elif finished is not None:
@@ -317,13 +361,17 @@ class _ItemCall:
         self._waiter = None
 
     def bind(self) -> None:
-        """Bind the uuid to its source, unless that was not decoded and may be damaged."""
+        """Bind the media item's uuid to its source, so that a later request may send only the uuid.
+
+        If only the layout was computed, the source was not decoded and may be damaged. Then the
+        uuid is not bound.
+        """
         item, uuids = self.item, self._pipeline.uuids
         if item.uuid is not None and self._bound is not None and not self._is_layout_only:
             uuids.bind(item.uuid, self._bound, modality=item.modality, scope=self._scope)
 
     def undo(self) -> None:
-        """Leave the flight and release the handle, after an error."""
+        """Release the handle and stop waiting for the processing, after an error in the request."""
         if self._waiter is not None:
             self._waiter.leave()
         if self._handle is not None and not self._is_layout_only:

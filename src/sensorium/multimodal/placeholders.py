@@ -40,13 +40,19 @@ _TOKENS_AT_CUTS = 128
 
 
 class TextLength:
-    """The two bounds for texts of one tokenizer. Safe to use from several threads."""
+    """A check that refuses texts with too many tokens without tokenising them as a whole.
+
+    It serves one tokenizer, and is safe to use from several threads.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def check(self, text: str, max_tokens: int) -> None:
-        """Raise a `RequestError` if the text certainly has more than `max_tokens` tokens."""
+        """Raise a `RequestError` if the text certainly has more than `max_tokens` tokens.
+
+        A text that passes this check may still have too many.
+        """
         if len(text) <= max(_SHORT_CHARACTERS, _LIKELY_CHARACTERS * max_tokens):
             return
         check_unicode(text)
@@ -61,11 +67,12 @@ class TextLength:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Return the length of the longest token, in characters as the vocabulary writes them.
+        """Return the length of the longest token in the vocabulary, in characters.
 
-        Vocabularies of bytes have one character for each byte, and every character of a text has at
-        least one byte, so that the length is never too small. It is computed for the first long
-        text, because reading a vocabulary takes a tenth of a second.
+        The length is at least `_MIN_LONGEST_TOKEN`. A byte-level vocabulary writes one character
+        for each byte, and every character of a text has at least one byte, so the length is never
+        too small. It is computed for the first long text, because reading a vocabulary takes a
+        tenth of a second.
         """
         lengths = map(len, self._tokenizer.get_vocab())
         return max(_MIN_LONGEST_TOKEN, max(lengths, default=0))
@@ -86,7 +93,7 @@ class TextLength:
 
 
 def check_unicode(text: str) -> None:
-    """Raise a `RequestError` if the text has lone surrogates, which can't be encoded."""
+    """Raise a `RequestError` if the text has lone surrogates, which can't be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -96,7 +103,10 @@ def check_unicode(text: str) -> None:
 
 
 class LaidOutItem(Protocol):
-    """All that is needed of an item to expand a prompt."""
+    """The attributes of a media item that are needed to put it into a prompt.
+
+    The text of `layout` replaces the item's marker (a placeholder such as `<image>`).
+    """
 
     @property
     def modality(self) -> str: ...
@@ -120,10 +130,12 @@ def expand_text(
     add_special_tokens: bool = True,
     check_length: Callable[[str], None] = check_unicode,
 ) -> ExpandedPrompt:
-    """Return the token ids and the features of a prompt.
+    """Replace the media markers in the text of a prompt, tokenise it, and locate the media items.
 
-    Its n-th marker of a modality stands for the n-th item of that modality. `check_length` raises a
-    `RequestError` if the expanded text is too long to be tokenised.
+    A marker is a placeholder such as `<image>`. The n-th marker of a modality stands for the n-th
+    item of that modality. Return the token ids, and for each item its modality, its hash and its
+    range of tokens. `check_length` gets the text with its markers replaced, and raises a
+    `RequestError` if that is too long to be tokenised.
     """
     check_unicode(text)
     expanded, spans = _replace_markers(processor, text, items)
@@ -147,9 +159,11 @@ def expand_token_ids(
     *,
     max_tokens: int | None = None,
 ) -> ExpandedPrompt:
-    """Do the same for a prompt of token ids with one marker token per item.
+    """Replace the marker tokens in a prompt of token ids, and locate the media items.
 
-    A prompt that grows beyond `max_tokens` is refused before its other items are tokenised.
+    A marker is a placeholder token, and there is one for each item. Return the token ids, and for
+    each item its modality, its hash and its range of tokens. Raise a `RequestError` if the prompt
+    has more than `max_tokens` tokens after a replacement. None means no limit.
     """
     modality_of = {
         processor.tokenizer.convert_tokens_to_ids(processor.get_marker(modality)): modality
@@ -178,7 +192,11 @@ def expand_token_ids(
 def _replace_markers(
     processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
 ) -> tuple[str, list[_Span]]:
-    """Return the expanded text, and the range of characters of each item in it."""
+    """Replace the media markers in a text, and return it with the range of each media item.
+
+    A marker is a placeholder such as `<image>`. A range counts characters of the returned text, and
+    its end is exclusive.
+    """
     modality_of = {processor.get_marker(modality): modality for modality in processor.modalities}
     pattern = "|".join(f"({re.escape(marker)})" for marker in modality_of) or "(?!)"
     pieces = [piece for piece in re.split(pattern, text) if piece]
@@ -197,10 +215,10 @@ def _replace_markers(
 def _make_queues(
     processor: MultiModalProcessor, found: Sequence[str], items: Sequence[LaidOutItem]
 ) -> dict[str, Iterator[LaidOutItem]]:
-    """Return the items of each modality, in their order.
+    """Return an iterator over the media items of each modality, in their order.
 
-    Raise a `RequestError` unless there is one item for each marker. `found` has the modality of
-    each marker in the prompt.
+    `found` has the modality of each marker in the prompt. Raise a `RequestError` unless each
+    modality has as many items as markers.
     """
     queues = {}
     for modality in processor.modalities:
@@ -231,7 +249,7 @@ def _make_features(
             raise RequestError(f"this {item.modality} is too small: the model sees nothing of it")
         if position.get_num_embeds() != layout.num_embeds:
             raise RequestError(
-                f"the layout of a {item.modality} promises {layout.num_embeds} embeddings, but its "
+                f"the layout of this {item.modality} has {layout.num_embeds} embeddings, but its "
                 f"text has room for {position.get_num_embeds()}"
             )
         features.append(

@@ -27,19 +27,19 @@ from sensorium.types.errors import CapacityError, InvariantError
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_MAX_FLIGHTS = 3  # that one caller sees cancelled by others, before it gives up
+_MAX_FLIGHTS = 3  # after so many flights that others cancelled, a waiter gives up
 
 
-# A computation that has begun. To cancel it means to give it up; it may go on if it can't be
-# stopped.
+# A computation that has begun. After a cancellation its result is not used, but it goes on if it
+# can't be stopped.
 Flight = Future[Any]
 
 
 class FinishedFlight(Flight):
-    """A computation that was done in the caller's own thread, within `start`.
+    """A computation that has already ended, because the caller ran it in its own thread.
 
-    It can't be stopped: a caller that is cancelled meanwhile finds out afterwards. Others wait for
-    it as for any flight.
+    It has a result from the beginning, and can't be cancelled. Other callers of the same key get
+    its result like that of any computation.
     """
 
     def __init__(self, result: Any) -> None:
@@ -49,7 +49,7 @@ class FinishedFlight(Flight):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A flight and its waiters."""
+    """The computation that runs for one key, and the number of callers that wait for it."""
 
     num_waiters: int = 0
     flight: Flight | None = None
@@ -58,7 +58,11 @@ class _Entry:
 
 
 class SingleFlight(Generic[K, V]):
-    """The flights of all keys. Several threads may use it."""
+    """A table of running computations, at most one for each key.
+
+    Such a computation is called a flight. A caller that needs a key while its flight is under way
+    waits for the result of that flight. Several threads may use the table.
+    """
 
     def __init__(self) -> None:
         self.num_flights = 0  # that began
@@ -68,9 +72,10 @@ class SingleFlight(Generic[K, V]):
         self._entries: dict[K, _Entry] = {}
 
     def join(self, key: K, start: Callable[[], Flight]) -> Waiter[K, V]:
-        """Join the flight of `key`, which `start` begins if there is none.
+        """Join the flight (the running computation) of `key`, or begin one with `start`.
 
-        An error of `start` is an error of the flight, and is also raised at once.
+        Return a `Waiter` with which the caller waits for the result. If `start` raises an error,
+        that is raised here, and a copy of it in every other caller that has joined.
         """
         entry, is_first = self._enter(key)
         if is_first:
@@ -89,7 +94,11 @@ class SingleFlight(Generic[K, V]):
         timeout_s: float,
         cancelled: Future[Any] | None = None,
     ) -> V:
-        """Join the flight, wait for its result, and leave it."""
+        """Return the result of the flight (the running computation) of `key`, and wait for it.
+
+        If no flight runs, begin one with `start`. Raise `CancelledError` if `cancelled` completes
+        first, and `TimeoutError` after `timeout_s` seconds.
+        """
         if cancelled is not None and cancelled.done():
             raise CancelledError
         waiter = self.join(key, start)
@@ -141,11 +150,11 @@ class SingleFlight(Generic[K, V]):
             self._land(key, entry, None, future.result())
 
     def _land(self, key: K, entry: _Entry, error: BaseException | None, result: Any) -> None:
-        """Settle the flight with its error or its result.
+        """Settle a flight (the computation of one key) with its error or its result.
 
-        This is under the lock as a whole: no caller may join what has ended, nor find nothing
-        before the others have their result. The callbacks of `outcome` are those of `_wait`, which
-        only wake.
+        All of this happens under the lock. No caller may join a flight that has failed, or begin a
+        new one before the waiters have their result. The callbacks of `outcome` are those of
+        `_wait`, which only wake a thread.
         """
         with self._lock:
             if error is not None or not entry.num_waiters:
@@ -165,19 +174,24 @@ class SingleFlight(Generic[K, V]):
 
 @dataclass(slots=True, eq=False)
 class Waiter(Generic[K, V]):
-    """One caller that waits for a flight, until it leaves."""
+    """One caller that waits for a flight (a computation that several callers share).
+
+    It counts as a waiter until it leaves.
+    """
 
     _flights: SingleFlight[K, V]
     _key: K
     _start: Callable[[], Flight]
-    _entry: _Entry | None  # None: it has left
+    _entry: _Entry | None  # None: the caller has left
     is_leader: bool  # the flight began with this caller
 
     def result(self, *, timeout_s: float, cancelled: Future[Any] | None = None) -> V:
-        """Return the result of the flight, or of the next one if this one was given up.
+        """Return the result of the flight (the shared computation), and wait for it.
 
-        Raise `CancelledError` if `cancelled` completes first, and `TimeoutError` after `timeout_s`.
-        The caller stays in the flight, unless that failed.
+        If other callers cancel the flight, wait for a new one. Raise `CapacityError` if that
+        happens several times. Raise `CancelledError` if `cancelled` completes first, and
+        `TimeoutError` after `timeout_s` seconds. An error of the flight is raised as a copy. The
+        caller still has to `leave`.
         """
         deadline = time.monotonic() + timeout_s
         for attempt in range(_MAX_FLIGHTS):
@@ -192,19 +206,24 @@ class Waiter(Generic[K, V]):
                 result: V = _get_own(outcome)
                 return result
             self.leave()
-        raise CapacityError("the item was given up by others, again and again")
+        raise CapacityError(
+            "other requests that processed the same media item were cancelled: try again"
+        )
 
     def leave(self) -> None:
-        """Give up the result. Further calls do nothing."""
+        """Stop waiting, and cancel the shared computation if no other caller waits for it.
+
+        A computation that has ended is not affected. Further calls do nothing.
+        """
         entry, self._entry = self._entry, None
         if entry is not None:
             self._flights._leave(self._key, entry)
 
 
 def _is_own(error: BaseException) -> bool:
-    """Return True if an error concerns only the caller in this thread.
+    """Return True if an error concerns only the thread in which it was raised.
 
-    That is an interrupt or a cancellation.
+    That is an interrupt or a cancellation. Other callers that wait for the result then begin anew.
     """
     return isinstance(error, CancelledError) or not isinstance(error, Exception)
 
@@ -219,7 +238,7 @@ def _wait(outcome: Future[Any], cancelled: Future[Any] | None, deadline: float) 
         return
     if cancelled is not None and cancelled.done():
         raise CancelledError
-    raise TimeoutError("the item was not ready in time")
+    raise TimeoutError("the media item was not ready in time")
 
 
 def _get_own(outcome: Future[Any]) -> Any:
@@ -230,7 +249,10 @@ def _get_own(outcome: Future[Any]) -> Any:
 
 
 def _make_own(error: BaseException) -> BaseException:
-    """Return a copy for each waiter, because a traceback grows with each raise."""
+    """Return a copy of an error for one of its waiters, because a traceback grows with each raise.
+
+    If the error can't be copied, return the error itself.
+    """
     own = copy_error(error)
     if own is not error and error.__traceback__ is not None:
         own.__cause__ = error
@@ -238,7 +260,7 @@ def _make_own(error: BaseException) -> BaseException:
 
 
 def copy_error(error: BaseException) -> BaseException:
-    """Return a copy of an error, or the error itself if that can't be copied."""
+    """Return a copy of an error, or the error itself if it can't be copied."""
     try:
         return copy.copy(error)
     except Exception:  # its constructor takes other arguments than those that it keeps

@@ -162,7 +162,7 @@ def test_an_unknown_algorithm_is_refused_by_name() -> None:
 def test_options_that_are_nested_without_end_are_refused() -> None:
     options: list[Any] = []
     options.append(options)
-    with pytest.raises(RequestError, match="nested more than 32 deep"):
+    with pytest.raises(RequestError, match="nested more than 32 levels deep"):
         name(options)
 
 

@@ -36,10 +36,10 @@ def test_an_item_comes_back_as_it_went(layout: ItemLayout | None) -> None:
 
 
 BAD: dict[str, tuple[bytes, str]] = {
-    "no msgpack": (b"\xc1", "no processed item"),
-    "nothing": (b"", "no processed item"),
-    "a list": (msgspec.msgpack.encode([1]), "no processed item"),
-    "more than an item": (make_item() + b"\x00", "no processed item"),
+    "no msgpack": (b"\xc1", "not a processed media item"),
+    "nothing": (b"", "not a processed media item"),
+    "a list": (msgspec.msgpack.encode([1]), "not a processed media item"),
+    "more than an item": (make_item() + b"\x00", "not a processed media item"),
     "a huge shape": (make_item(shape=[2**62, 2**62]), "not inside its block"),
     "a huge shape of nothing": (make_item(shape=[0, 2**62], data=b""), "holds nothing"),
     "a negative shape": (make_item(shape=[-2, -1]), "impossible shape"),

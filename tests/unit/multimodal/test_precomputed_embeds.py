@@ -36,10 +36,10 @@ def test_a_tensor_comes_out_as_it_went_in(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("encoded", "reason"),
     [
-        (b"", "they are msgpack"),
-        (pickle.dumps({"tensors": {}}), "they are msgpack"),
-        (msgspec.msgpack.encode([1]), "they are msgpack"),
-        (msgspec.msgpack.encode({"tensors": {"\ufffd": 1}}), "they are msgpack"),
+        (b"", "they must be msgpack"),
+        (pickle.dumps({"tensors": {}}), "they must be msgpack"),
+        (msgspec.msgpack.encode([1]), "they must be msgpack"),
+        (msgspec.msgpack.encode({"tensors": {"\ufffd": 1}}), "they must be msgpack"),
         (msgspec.msgpack.encode({"tensors": {}}), "one tensor of the name 'embeds'"),
         (
             msgspec.msgpack.encode({"tensors": {"embeds": TENSOR, "more": TENSOR}}),

@@ -126,11 +126,11 @@ BAD_PARTS: list[tuple[object, str]] = [
     ),
     (
         {"type": "image_embeds", "image_embeds": "gAJjb3MKc3lzdGVtCg=="},
-        r"content\[0\].image_embeds: embeddings can't be decoded: they are msgpack",
+        r"content\[0\].image_embeds: embeddings can't be decoded: they must be msgpack",
     ),
     (
         {"type": "image_embeds", "image_embeds": torch.zeros(4)},
-        r"content\[0\].image_embeds: embeddings have the shape",
+        r"content\[0\].image_embeds: embeddings must have the shape",
     ),
 ]
 

@@ -30,7 +30,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ItemEntry:
-    """An item that is kept, or that a handle holds although there was no room to keep it."""
+    """A processed media item in a cache.
+
+    A request may also hold an entry that did not fit into the cache.
+    """
 
     modality: str
     mm_hash: str
@@ -43,7 +46,10 @@ class ItemEntry:
 
 
 class ByteLru:
-    """The sizes, pins and order of use of entries. It is not safe to use from several threads."""
+    """A table of entries, limited in bytes, that evicts the least recently used entries first.
+
+    A pin keeps an entry from being evicted. The table is not safe to use from several threads.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -65,11 +71,15 @@ class ByteLru:
         return self._entries.get(mm_hash)
 
     def can_add(self, num_bytes: int) -> bool:
-        """Return True if there is room, or would be after evicting everything without a pin."""
+        """Return True if `num_bytes` would fit once all entries without a pin are evicted."""
         return num_bytes <= self.capacity_bytes - self._num_pinned_bytes
 
     def add(self, entry: ItemEntry) -> list[ItemEntry]:
-        """Keep an entry, with the pins that it has. Return the entries that were evicted for it."""
+        """Keep an entry, and return the entries that were evicted to make room for it.
+
+        The entry keeps its pins. Raise `InvariantError` if an entry of the same hash is kept
+        already, or if `can_add` returns False.
+        """
         if entry.mm_hash in self._entries or not self.can_add(entry.num_bytes):
             raise InvariantError(f"{entry.mm_hash} is kept already, or does not fit")
         victims = []
@@ -86,14 +96,18 @@ class ByteLru:
         return victims
 
     def pin(self, entry: ItemEntry) -> None:
-        """Keep the entry from being evicted until as many calls of `unpin`."""
+        """Keep the entry from being evicted until `unpin` is called as often as `pin`."""
         entry.num_pins += 1
         if entry.num_pins == 1 and entry in self:
             del self._evictable[entry.mm_hash]
             self._num_pinned_bytes += entry.num_bytes
 
     def unpin(self, entry: ItemEntry) -> None:
-        """Take back one pin. Without any, the entry is the most recently used."""
+        """Take back one pin, which kept the entry from being evicted.
+
+        After its last pin the entry may be evicted, and counts as the most recently used. Raise
+        `InvariantError` if the entry has no pin.
+        """
         if not entry.num_pins:
             raise InvariantError(f"{entry.mm_hash} has no pin to lose")
         entry.num_pins -= 1
@@ -102,7 +116,7 @@ class ByteLru:
             self._num_pinned_bytes -= entry.num_bytes
 
     def remove(self, entry: ItemEntry) -> None:
-        """Forget an entry that is kept, pinned or not."""
+        """Remove an entry from the table, whether it is pinned or not."""
         del self._entries[entry.mm_hash]
         self.num_bytes -= entry.num_bytes
         if entry.num_pins:
@@ -112,7 +126,11 @@ class ByteLru:
 
 
 class ItemTable:
-    """A `ProcessorCache` in this process. It is safe to use from several threads."""
+    """A `ProcessorCache` in the memory of this process.
+
+    It is safe to use from several threads. With a capacity of 0 bytes it keeps nothing, and its
+    handles carry the tensors.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self._lock = RLock()  # of everything below, and of what subclasses add
@@ -173,15 +191,21 @@ class ItemTable:
             return replace(self._counts, num_items=len(self._lru), num_bytes=self._lru.num_bytes)
 
     def _find(self, mm_hash: str, needs_layout: bool) -> ItemEntry | None:
-        """Return the entry that is kept, unless it lacks a layout that is needed."""
+        """Return the entry that the cache has for this hash, or None if there is none.
+
+        With `needs_layout`, an entry without a layout (the text that replaces the item's marker in
+        a prompt) counts as absent.
+        """
         entry = self._lru.get(mm_hash)
         return entry if entry and (entry.layout is not None or not needs_layout) else None
 
     def _rebind(self, handles: Sequence[ItemHandle]) -> None:
-        """Let each handle pin what is kept under its hash now.
+        """Make each handle pin the entry that the cache has for its hash at this moment.
 
-        An item that is no longer kept is kept again if its handle has the tensors and there is
-        room.
+        A handle is a request's reference to a media item, and its pin keeps the entry from being
+        evicted. The cache may have been cleared since the handle was made. If the cache has no
+        entry for the hash, the item is stored again, provided that the handle has the tensors and
+        there is room.
         """
         if any(handle not in self._held for handle in handles):
             raise InvariantError("a handle was released before its item was sent")
@@ -196,7 +220,10 @@ class ItemTable:
                 self._add(entry)
 
     def _pin_kept(self, handle: ItemHandle) -> bool:
-        """Let the handle pin the entry that is kept under its hash, if there is one."""
+        """Make the handle keep the entry that the cache has now for its hash from being evicted.
+
+        Return False, and change nothing, if the cache has no such entry.
+        """
         entry, previous = self._lru.get(handle.mm_hash), self._held[handle]
         if entry is not None and entry is not previous:
             self._lru.pin(entry)
@@ -205,7 +232,7 @@ class ItemTable:
         return entry is not None
 
     def _keep(self, item: ProcessedItem) -> ItemEntry:
-        """Return an entry of the item, which is kept if there is room for it."""
+        """Return a new entry for the media item, and store the entry if there is room for it."""
         entry = ItemEntry(
             modality=item.modality,
             mm_hash=item.mm_hash,
@@ -235,26 +262,30 @@ class ItemTable:
             self._note_removals([entry])
 
     def _note_removals(self, entries: Iterable[ItemEntry]) -> None:
-        """Do what has to be done for entries that are no longer kept: nothing, without a core."""
+        """Do nothing after entries were removed from the cache.
+
+        A subclass that sends items to an engine core overrides this, to make the core drop them as
+        well.
+        """
 
     def _warn_if_too_large(self, num_bytes: int) -> None:
         capacity_bytes = self._lru.capacity_bytes
         if 0 < capacity_bytes < num_bytes and not self._was_warned:
             self._was_warned = True
             _logger.warning(
-                "An item of %d bytes is larger than the cache (%d bytes). It is served uncached, "
-                "and so are others of that size.",
+                "A processed media item of %d bytes is larger than the cache (%d bytes). Items "
+                "of that size are not cached. To cache them, give a larger mm_processor_cache_gb.",
                 num_bytes,
                 capacity_bytes,
             )
 
 
 def own_tensors(kwargs: MultiModalKwargsItem) -> MultiModalKwargsItem:
-    """Return the same item with a copy of each tensor that is a part of a larger one.
+    """Return the tensors of a media item, with a copy of each that is only a part of a larger one.
 
-    So a cache holds no more memory than it counts. The size of foreign memory behind a view
-    (`torch.frombuffer`) can't be seen here: each item needs a block of its own, as `item_codec`
-    gives it.
+    A copy frees the cache from keeping the whole larger tensor in memory. Memory behind
+    `torch.frombuffer` can't be measured here, so each item needs a block of its own, as
+    `item_codec` makes it.
     """
     return {
         name: tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()

@@ -34,11 +34,14 @@ from sensorium.types.multimodal import (
     Transfer,
 )
 
-UNKNOWN_EPOCH = 0  # no core has it: the first message is answered with the true one
+UNKNOWN_EPOCH = 0  # of no core: the core answers the first message with its own epoch
 
 
 class MirrorSender(ItemTable):
-    """A `SenderCache` that leads one core. Without a capacity it only carries items to the core."""
+    """A `SenderCache` in the frontend that decides which media items one engine core keeps.
+
+    With a capacity of 0 bytes it keeps nothing, and sends each item with its request.
+    """
 
     def __init__(self, capacity_bytes: int, *, epoch: int = UNKNOWN_EPOCH) -> None:
         super().__init__(capacity_bytes)
@@ -49,18 +52,20 @@ class MirrorSender(ItemTable):
 
     @property
     def has_pending_evictions(self) -> bool:
-        """Return True if the core holds items that it would drop at the next message.
+        """Return True if the engine core still holds items that were evicted here.
 
-        An idle frontend may send `make_transfer(())` alone, without a request.
+        The core drops them at the next message. A frontend without requests may send
+        `make_transfer(())` for that purpose.
         """
         with self._lock:
             return bool(self._evictions)
 
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
-        """Return the message of a request, or without handles a message of evictions alone.
+        """Return the message that brings the media items of a request to the engine core.
 
-        The caller sends in the order of these calls. A message that is lost nevertheless, or comes
-        twice, costs a new epoch.
+        The message also lists the items that the core has to drop. Without handles it does only
+        that. Messages must be sent in the order in which they were made. If one is lost or comes
+        twice, the core clears its cache and begins a new epoch (a new count of messages).
         """
         with self._lock:
             self._rebind(handles)
@@ -78,9 +83,11 @@ class MirrorSender(ItemTable):
             return Transfer(payloads=payloads, update=self._take_update(inserts))
 
     def handle_missing(self, missing: MissingItems) -> None:
-        """Note what the core lacks. Call this in the order in which the answers came.
+        """Record which media items the engine core lacks, so that they are sent again.
 
-        What was sent after the core gave this answer is still expected to be there.
+        `missing` is the core's answer to a message. Answers must be passed in the order in which
+        they came. An item that was sent after the core gave this answer is not sent again. If the
+        core has begun a new epoch (its cache was cleared), all items that were sent count as lost.
         """
         with self._lock:
             self._counts.num_resends += len(missing.mm_hashes)
@@ -109,19 +116,21 @@ class MirrorSender(ItemTable):
         return update
 
     def _note_removals(self, entries: Iterable[ItemEntry]) -> None:
-        """Note what the core has to drop, too.
+        """Record the removed entries that the engine core has to drop as well.
 
-        A request that holds a handle of it sends the tensors again, if the handle has them. If not,
-        the core answers that they are missing, and the caller brings them back.
+        A request may still hold a handle (a reference) for such an item. Then the tensors are sent
+        again if the handle has them. If not, the core answers that they are missing, and the item
+        is processed again.
         """
         self._evictions += [entry.mm_hash for entry in entries if entry.sent_in is not None]
 
 
 class MirrorReceiver:
-    """A `ReceiverCache` that follows the updates of one leader.
+    """A `ReceiverCache` in the engine core that keeps what the frontend's `MirrorSender` decides.
 
-    Every message has to be passed to `receive`, also that of a request which is refused. Payloads
-    without an update (the leader has no capacity) are passed on, neither kept nor counted.
+    Every message must be passed to `receive`, even if its request is refused. The items of a
+    message without an update (the sender has no capacity) are returned, but neither kept nor
+    counted.
     """
 
     def __init__(self, epoch: int | None = None) -> None:
@@ -150,10 +159,17 @@ class MirrorReceiver:
         return {key: payloads[key] if key in payloads else self._items[key] for key in wanted}
 
     def release(self, mm_hashes: Iterable[str]) -> None:
-        """Do nothing: an item that the leader evicts lives on in the requests that have it."""
+        """Do nothing, because the sender decides when an item is evicted.
+
+        A request that has received an item keeps its tensors alive after the eviction.
+        """
 
     def clear_cache(self) -> None:
-        """Forget everything. The leader learns this from the answer to its next message."""
+        """Remove all media items, and begin a new epoch.
+
+        An epoch is the time between two clearings, and has a random number. The sender learns of
+        the new epoch from the answer to its next message.
+        """
         self.epoch = _make_epoch()
         self._num_applied = 0
         self._items.clear()
@@ -163,9 +179,11 @@ class MirrorReceiver:
         return replace(self._counts, num_items=len(self._items))
 
     def _refuse(self, update: MirrorUpdate) -> None:
-        """Begin a new epoch, unless the message is only a late one of the epoch before this.
+        """Clear the cache and begin a new epoch, after a message that does not follow the last one.
 
-        A message was lost or came twice, or the leader is new or still in an earlier epoch.
+        An epoch is the time between two clearings. The message shows that another one was lost or
+        came twice, or that the sender counts for another epoch. If no message of the current epoch
+        has come yet, a message of another epoch is only late, and nothing changes.
         """
         if update.epoch == self.epoch or self._num_applied:
             self.clear_cache()

@@ -29,10 +29,11 @@ _MAX_MISSING = 4096
 
 
 class ShmSender:
-    """A `SenderCache` of items that this process or others have put into the store.
+    """A `SenderCache` of media items that this process or others have put into shared memory.
 
-    Handles carry a reference. They carry the tensors as well if these must be sent, because there
-    was no room for them or the core could not find them.
+    Its handles (a request's references to items) point to shared memory. A handle carries the
+    tensors themselves if they must be sent in a message, because there was no room in shared memory
+    or the engine core could not find them there.
     """
 
     def __init__(self, store: ShmStore) -> None:
@@ -65,9 +66,11 @@ class ShmSender:
         return replace(handle, is_hit=is_hit)
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
-        """Return a handle for an item that another process has put there: one query, no hit.
+        """Return a handle for a media item that another process has put into shared memory.
 
-        Return `None` and count nothing if the item is gone already.
+        The handle keeps the item in shared memory until it is released. The statistics count one
+        query and no hit. Return None, and count nothing, if the item was evicted meanwhile. Raise
+        `InvariantError` if the reference leads to an item of another hash.
         """
         item = self._store.lease(reference)
         if item is None:
@@ -112,10 +115,10 @@ class ShmSender:
         return replace(handle, kwargs=item.kwargs)
 
     def _put(self, item: ProcessedItem) -> tuple[ItemHandle, bool]:
-        """Return a handle for the item, and whether the store had the item already.
+        """Put a media item into shared memory, and return a handle that keeps it there.
 
-        If there is no room for the item, but the store has it without a layout, the handle leads to
-        that one.
+        The second value is True if shared memory had the item already. If there is no room for the
+        item, but shared memory has the same item without a layout, the handle refers to that one.
         """
         reference, was_there = self._store.put_or_find(item)
         if reference is None and (bare := self._store.acquire(item.mm_hash)) is not None:
@@ -129,10 +132,11 @@ class ShmSender:
 
 
 class SharedReadonlyCache(ItemTable):
-    """A `ProcessorCache` for requests that run no engine.
+    """A `ProcessorCache` for requests that don't run the model, such as rendering and tokenising.
 
-    It reads what the main cache has in shared memory, without a change to its order or its counts.
-    What it has to process itself it keeps in this process. All its handles have tensors.
+    It reads media items that the main cache has in shared memory, and does not change the order of
+    eviction or the statistics there. Items that are not in shared memory are kept in this process.
+    Every handle of this cache carries the tensors.
     """
 
     def __init__(self, store: ShmStore, capacity_bytes: int) -> None:
@@ -172,7 +176,7 @@ class SharedReadonlyCache(ItemTable):
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """An item that requests of the core use."""
+    """A media item that running requests of the engine core use, and how many they are."""
 
     kwargs: MultiModalKwargsItem
     reference: ShmReference | None  # the lease; None: the tensors came with a message
@@ -180,9 +184,10 @@ class _Held:
 
 
 class ShmReceiver:
-    """A `ReceiverCache` in which an item of a running request is shared with others that name it.
+    """A `ReceiverCache` that reads media items from shared memory, without a copy.
 
-    A hash that is named twice in one call of `receive` or `release` counts once.
+    Running requests with the same item share its tensors. A hash that occurs twice in one call of
+    `receive` or `release` counts once.
     """
 
     def __init__(self, store: ShmStore) -> None:
@@ -221,7 +226,7 @@ class ShmReceiver:
                     self._store.release(held.reference)
 
     def clear_cache(self) -> None:
-        """Forget everything but what running requests use."""
+        """Remove all media items from shared memory, except those that running requests use."""
         self._store.clear_cache()
 
     def statistics(self) -> CacheStatistics:

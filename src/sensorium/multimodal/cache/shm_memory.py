@@ -48,14 +48,15 @@ _FLOCK = struct.Struct("@hhqqi0q")
 
 
 class ShmSegment:
-    """The memory, as one process has mapped it. Mostly a process has one instance.
+    """A block of shared memory with a mutex, as one process has mapped it.
 
-    `with segment:` takes the mutex, which excludes other instances and other threads. `fd` is for
-    child processes (`pass_fds`).
+    `with segment:` holds the mutex, which excludes other processes, other threads and other
+    instances in this process. A child process attaches to the file descriptor `fd`, which it gets
+    by `pass_fds`.
     """
 
     def __init__(self, fd: int) -> None:
-        """Take over `fd`, which is closed with the segment."""
+        """Map the memory behind the file descriptor `fd`, which `close` closes."""
         self.fd = fd
         # A description of its own: locks belong to the description, not to the process.
         self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -67,9 +68,14 @@ class ShmSegment:
 
     @classmethod
     def create(cls, num_bytes: int) -> ShmSegment:
-        """Return a segment of zeros. Raise `ModelError` if the system has no room for it."""
+        """Return new shared memory of `num_bytes` zeros.
+
+        Raise `ModelError` if the system is not Linux, or has too little memory available.
+        """
         if sys.platform != "linux":
-            raise ModelError("the shared-memory cache needs Linux: use the lru cache")
+            raise ModelError(
+                "the shared-memory cache needs Linux: give mm_processor_cache_type=lru"
+            )
         free_bytes = get_free_system_bytes()
         if num_bytes > free_bytes:
             raise ModelError(
@@ -85,11 +91,15 @@ class ShmSegment:
             os.close(fd)
             raise ModelError(
                 f"the shared-memory cache can't reserve {num_bytes} bytes: {error.strerror}"
+                "; give a smaller mm_processor_cache_gb"
             ) from error
 
     @classmethod
     def attach(cls, fd: int) -> ShmSegment:
-        """Return the segment behind an inherited descriptor, which stays the caller's."""
+        """Map the shared memory behind a file descriptor that was inherited from another process.
+
+        The descriptor is duplicated, so the caller still has to close it.
+        """
         return cls(os.dup(fd))
 
     def __enter__(self) -> None:
@@ -108,9 +118,10 @@ class ShmSegment:
         self._thread_lock.release()
 
     def join(self, max_members: int) -> int:
-        """Return a number below `max_members` that no other living instance has.
+        """Register this instance as a member of the shared memory, and return its member number.
 
-        Call this inside the mutex.
+        The number is below `max_members`, and no other living instance in any process has it. Raise
+        `CapacityError` if all numbers are taken. The caller must hold the mutex.
         """
         for member in range(max_members):
             try:
@@ -118,22 +129,30 @@ class ShmSegment:
             except BlockingIOError:
                 continue
             return member
-        raise CapacityError(f"the shared memory has {max_members} members already")
+        raise CapacityError(
+            f"the shared memory has {max_members} members (processes) already, and takes no more"
+        )
 
     def is_member(self, member: int) -> bool:
-        """Return True if another living instance has this number."""
+        """Return True if another instance, in any living process, has this member number."""
         found = fcntl.fcntl(self._lock_fd, fcntl.F_OFD_GETLK, _describe(fcntl.F_WRLCK, member))
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Close the descriptors. Views of the buffer stay usable. Call this inside the mutex."""
+        """Close the file descriptors, which also gives up this instance's member number.
+
+        Views of the buffer stay usable. The caller must hold the mutex.
+        """
         self._is_closed = True
         os.close(self._lock_fd)
         os.close(self.fd)
 
 
 def _describe(kind: int, member: int) -> bytes:
-    """Return the `struct flock` of the byte that stands for a member."""
+    """Return the `struct flock` for a lock on the byte that stands for the number `member`.
+
+    `kind` is the type of the lock, such as `fcntl.F_WRLCK`.
+    """
     return _FLOCK.pack(kind, os.SEEK_SET, member, 1, 0)
 
 
@@ -151,9 +170,10 @@ Key = bytes  # of 32 bytes
 
 
 class SlotState:
-    """The states of a slot.
+    """The states of a slot, which is a row of the table that describes one media item.
 
-    They are words and no enum: comparing a column with anything else takes many times as long.
+    They are numpy integers instead of an enum, because comparing a column of the table with
+    anything else takes many times as long.
     """
 
     FREE = np.uint64(0)
@@ -163,7 +183,7 @@ class SlotState:
 
 
 class _Field(IntEnum):
-    """Words of the header."""
+    """The positions of values in the table's header, counted in words of 64 bits."""
 
     MAGIC = 0
     NUM_SLOTS = 1
@@ -175,14 +195,16 @@ class _Field(IntEnum):
 
 
 def get_table_bytes(num_slots: int) -> int:
-    """Return the size of header and slots, which lie before the data region."""
+    """Return the size in bytes of the header and the slots, which lie before the items' data."""
     return HEADER_BYTES + -(-num_slots * _BYTES_PER_SLOT // HEADER_BYTES) * HEADER_BYTES
 
 
 class ShmIndex:
-    """The table of a segment. Its methods run inside the mutex.
+    """The table of the media items in shared memory, with one slot (row) for each item.
 
-    `get_extent` may also be called outside, for a slot that the caller has leased.
+    A member is a process that has joined the segment. Its lease on a slot keeps the item from being
+    evicted. The caller of a method must hold the segment's mutex. Only `get_extent` may be called
+    without it, for a slot on which the caller has a lease.
     """
 
     def __init__(self, buffer: memoryview) -> None:
@@ -206,9 +228,11 @@ class ShmIndex:
     # Questions.
 
     def find(self, key: Key, *, needs_layout: bool = False) -> int | None:
-        """Return the READY slot of a key, unless it lacks a layout that is needed.
+        """Return the number of the slot (table row) that has the media item of this key, or None.
 
-        There is one READY slot of a key at most.
+        With `needs_layout`, an item without a layout (the text that replaces its marker in a
+        prompt) counts as absent. At most one slot in the state READY has a given key, and only that
+        is found.
         """
         words = np.frombuffer(key, np.uint64)
         for slot in (self._keys[0] == words[0]).nonzero()[0]:
@@ -217,7 +241,10 @@ class ShmIndex:
         return None
 
     def is_current(self, reference: ShmReference) -> bool:
-        """Return True if the slot still holds the item that the reference was made for."""
+        """Return True if the slot of a reference still holds the media item that it was made for.
+
+        After an eviction the slot (a table row) may have been used for another item.
+        """
         slot = reference.slot
         return (
             0 <= slot < self.num_slots
@@ -229,7 +256,7 @@ class ShmIndex:
         return ShmReference(slot=slot, generation=int(self._generations[slot]))
 
     def get_extent(self, slot: int) -> tuple[int, int, int]:
-        """Return where an item's bytes are in the data region.
+        """Return the offsets `(start, middle, end)` of a media item's bytes in the data region.
 
         The block of its tensors is `[start, middle)`, and its metadata is `[middle, end)`.
         """
@@ -241,14 +268,21 @@ class ShmIndex:
         return bool(self._has_layout[slot])
 
     def get_members(self) -> Iterator[int]:
-        """Yield every member that has a lease, or left one in a FREE slot."""
+        """Yield the number of every member (attached process) that has a lease on a media item.
+
+        A lease keeps an item in shared memory while a process uses it. The process may have died
+        since. Leases that were left behind in FREE slots (unused table rows) count as well.
+        """
         for word, bits in enumerate(np.bitwise_or.reduce(self._leases, axis=1).tolist()):
             for bit in range(_WORD_BITS):
                 if bits >> bit & 1:
                     yield word * _WORD_BITS + bit
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of all processes together. Queries and hits are counted elsewhere."""
+        """Return the counts of all processes together, with 0 queries and hits.
+
+        Each process counts its own queries and hits.
+        """
         ready = self._states == SlotState.READY
         return CacheStatistics(
             num_evictions=int(self._header[_Field.NUM_EVICTIONS]),
@@ -261,7 +295,7 @@ class ShmIndex:
     # Changes.
 
     def touch(self, slot: int) -> None:
-        """Make the item of a slot the most recently used."""
+        """Mark the media item of a slot (table row) as the most recently used."""
         now = int(self._header[_Field.CLOCK]) + 1
         self._header[_Field.CLOCK] = now
         self._last_used[slot] = now
@@ -272,10 +306,11 @@ class ShmIndex:
     def reserve(
         self, key: Key, *, block_bytes: int, metadata_bytes: int, has_layout: bool, member: int
     ) -> int | None:
-        """Return a WRITING slot with room for an item, leased by `member`.
+        """Reserve a slot and memory for a new media item, and return the number of the slot.
 
-        Items without a lease are evicted for it, oldest first. Return `None` if that would not be
-        enough.
+        The slot (table row) is in the state WRITING, and the process with the number `member` has a
+        lease on it, which keeps it from being evicted. Items without a lease are evicted as needed,
+        the least recently used first. Return None if that does not make enough room.
         """
         room = -(-(block_bytes + metadata_bytes) // ALIGNMENT) * ALIGNMENT
         plan = self._plan(room)
@@ -300,19 +335,27 @@ class ShmIndex:
         return slot
 
     def commit(self, slot: int) -> None:
-        """Let the item be found, now that its bytes are complete.
+        """Make the media item of a slot available to `find`, now that its bytes are complete.
 
-        If the cache was cleared meanwhile, the slot stays RETIRED.
+        If the cache was cleared since the slot was reserved, it stays RETIRED and the item is not
+        found.
         """
         if self._states[slot] == SlotState.WRITING:
             self._states[slot] = SlotState.READY
 
     def free(self, slot: int) -> None:
-        """Make a slot FREE that was only reserved, or has no lease."""
+        """Mark a slot (table row) as FREE, so that it can be used for another media item.
+
+        The slot must have been only reserved, or have no lease.
+        """
         self._states[slot] = SlotState.FREE
 
     def retire(self, slot: int) -> None:
-        """Hide the item. Its slot is freed with its last lease."""
+        """Make the media item of a slot (table row) unavailable to `find`.
+
+        The slot becomes FREE when the last process that uses the item gives up its lease, or at
+        once if there is no lease.
+        """
         is_leased = self._leases[:, slot].any()
         self._states[slot] = SlotState.RETIRED if is_leased else SlotState.FREE
 
@@ -331,13 +374,19 @@ class ShmIndex:
             self.retire(slot)
 
     def discharge(self, member: int) -> None:
-        """Remove all leases of a member that left or died."""
+        """Remove all leases of a member (an attached process) that has left or died.
+
+        A lease keeps a media item in shared memory while a process uses it.
+        """
         word, bit = divmod(member, _WORD_BITS)
         for slot in np.flatnonzero(self._leases[word] >> np.uint64(bit) & np.uint64(1)):
             self.remove_lease(int(slot), member)
 
     def free_orphans(self) -> None:
-        """Free the slots that no living member will finish or free."""
+        """Free the slots (table rows) that no living process will complete or free.
+
+        These are the WRITING and RETIRED slots on which no process has a lease.
+        """
         is_pending = (self._states == SlotState.WRITING) | (self._states == SlotState.RETIRED)
         for slot in np.flatnonzero(is_pending):
             if not self._leases[:, slot].any():
@@ -346,10 +395,12 @@ class ShmIndex:
     # Room.
 
     def _plan(self, room: int) -> tuple[int, list[int]] | None:
-        """Return where `room` bytes fit, and the slots to evict for that.
+        """Return an offset at which `room` bytes fit, and the slots that must be evicted for that.
 
-        The fewest oldest items without a lease are found that would leave a large enough gap. Of
-        these only those that lie in the way are evicted.
+        Return None if there is no such offset. Only items that no process uses may be evicted, the
+        least recently used first. The search takes the smallest number of them that would leave a
+        large enough gap. Those of them that lie in the gap are evicted, or one if only a slot
+        (table row) is lacking.
         """
         slots = np.flatnonzero(self._states)  # FREE is 0
         slots = slots[np.argsort(self._offsets[slots], kind="stable")]
@@ -375,16 +426,20 @@ class ShmIndex:
         return offset, victims or slots[oldest[:num_slots_lacking]].tolist()
 
     def _get_evictable(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the positions in `slots` of what may be evicted, the oldest first."""
+        """Return the positions in `slots` of items that may be evicted, oldest use first.
+
+        An item may be evicted if its slot (table row) is READY and no process has a lease on it.
+        """
         is_ready = self._states[slots] == SlotState.READY
         positions = np.flatnonzero(is_ready & ~self._leases[:, slots].any(axis=0))
         return positions[np.argsort(self._last_used[slots[positions]])]
 
 
 def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> int | None:
-    """Return the smallest number in `[lower, upper]` that is enough.
+    """Return the smallest number in `[lower, upper]` for which `is_enough` is True, or None.
 
-    Mostly it is `lower` or the next, so the steps double only after these.
+    If `is_enough` is True for a number, it must be True for all larger ones. The search tries the
+    first numbers one by one, because one of them is mostly enough, and then doubles its steps.
     """
     step = 0
     while lower <= upper:
@@ -399,7 +454,10 @@ def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> 
 def _find_gap(
     starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, room: int
 ) -> int | None:
-    """Return the first place of `room` free bytes between sorted extents `[start, end)`."""
+    """Return the offset of the first gap that has at least `room` bytes, or None.
+
+    The used extents `[start, end)` are sorted, and the memory ends at `capacity`.
+    """
     gaps = np.empty((2, len(starts) + 1), dtype=np.int64)  # their starts, and their ends
     gaps[0, 0], gaps[1, -1] = 0, capacity
     gaps[0, 1:], gaps[1, :-1] = ends, starts
@@ -416,12 +474,15 @@ _MAX_SLOTS = 8 * 1024
 
 
 def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
-    """Return reserved memory with an empty table.
+    """Return new shared memory with an empty table of media items.
 
-    Raise `ModelError` if the system has too little.
+    `capacity_bytes` is the room for all items, and `max_object_bytes` is the limit for one of them.
+    Raise `ModelError` if either is less than 1, or if the system has too little memory.
     """
     if capacity_bytes < 1 or max_object_bytes < 1:
-        raise ModelError("the shared-memory cache and its largest object need >= 1 byte")
+        raise ModelError(
+            "the sizes of the shared-memory cache and of its largest object must be >= 1 byte"
+        )
     capacity_bytes = -(-capacity_bytes // HEADER_BYTES) * HEADER_BYTES
     num_slots = min(max(capacity_bytes // _CAPACITY_PER_SLOT, _MIN_SLOTS), _MAX_SLOTS)
     segment = ShmSegment.create(get_table_bytes(num_slots) + capacity_bytes)

@@ -41,7 +41,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeasedItem(ItemHandle):
-    """A handle that has a lease on its item in the store."""
+    """A handle with a lease, which keeps a media item in shared memory until it is released."""
 
     reference: ShmReference
 
@@ -58,13 +58,17 @@ _decoder = msgspec.msgpack.Decoder(_Metadata)
 
 
 class ShmStore:
-    """A store of processed items that several threads may use.
+    """A store of processed media items in shared memory.
 
-    After a fork the child has to `attach`.
+    Each process has an instance of its own, which several threads may use. After a fork the child
+    must make its own instance with `attach`.
     """
 
     def __init__(self, segment: ShmSegment) -> None:
-        """Become a member of the segment, which is closed with the store, or if this fails."""
+        """Join the segment of shared memory as one of the processes that use it.
+
+        `close` closes the segment. If joining fails, the segment is closed at once.
+        """
         self._segment = segment
         self._num_leases: Counter[ShmReference] = Counter()
         self._is_closed = False
@@ -83,29 +87,34 @@ class ShmStore:
 
     @classmethod
     def create(cls, *, capacity_bytes: int, max_object_bytes: int) -> ShmStore:
-        """Return a store in new memory. Raise `ModelError` if the system has too little."""
+        """Return a store in new shared memory that has room for `capacity_bytes`.
+
+        An item of more than `max_object_bytes` is not stored. Raise `ModelError` if the system has
+        too little memory.
+        """
         return cls(create_memory(capacity_bytes=capacity_bytes, max_object_bytes=max_object_bytes))
 
     @classmethod
     def attach(cls, fd: int) -> ShmStore:
-        """Return the store behind a descriptor inherited from another process (`pass_fds`)."""
+        """Return the store behind a file descriptor that was inherited by `pass_fds`."""
         return cls(ShmSegment.attach(fd))
 
     @property
     def fd(self) -> int:
-        """Return the descriptor for `pass_fds` and `attach`."""
+        """Return the file descriptor of the shared memory, for `pass_fds` and `attach`."""
         return self._segment.fd
 
     def put(self, item: ProcessedItem) -> ShmReference | None:
-        """Store an item and lease it. Return `None` if there is no room for it.
+        """Store a media item, and return a reference to it that has a lease.
 
-        If an item is there already under its hash, that is leased instead, unless it lacks the
-        layout that `item` has.
+        The lease keeps the item in shared memory until `release`. If the store already has an item
+        with this hash, that one is leased instead, unless it lacks a layout and `item` has one.
+        Return None if there is no room.
         """
         return self.put_or_find(item)[0]
 
     def put_or_find(self, item: ProcessedItem) -> tuple[ShmReference | None, bool]:
-        """Do what `put` does, and return also whether the item was found."""
+        """Do what `put` does, and return also True if the store had the media item already."""
         key = _make_key(item.mm_hash)
         metadata = _encoder.encode(
             _Metadata(item.modality, item.mm_hash, item.layout, encode_header(item.kwargs))
@@ -126,10 +135,11 @@ class ShmStore:
     def acquire(
         self, mm_hash: str, *, needs_layout: bool = False, is_use: bool = True
     ) -> LeasedItem | None:
-        """Lease the item of this hash. Return `None` if there is none.
+        """Look up a media item by its hash, and return a handle with a lease on it.
 
-        With `is_use` it becomes the most recently used. With `needs_layout` an item without a
-        layout does not count.
+        The lease keeps the item in shared memory until `release`. Return None if the store does not
+        have the item. With `is_use`, the item becomes the most recently used. With `needs_layout`,
+        an item without a layout counts as absent.
         """
         with self._segment:
             slot = self._index.find(_make_key(mm_hash), needs_layout=needs_layout)
@@ -141,9 +151,10 @@ class ShmStore:
         return self._read_item(reference)
 
     def lease(self, reference: ShmReference) -> LeasedItem | None:
-        """Lease a reference once more, also one of another process.
+        """Take one more lease on a media item, by a reference that may be of another process.
 
-        Return `None` if the item is gone.
+        The lease keeps the item in shared memory until `release`. Return a handle for the item, or
+        None if the item is no longer in the store.
         """
         with self._segment:
             if not self._index.is_current(reference):
@@ -152,15 +163,20 @@ class ShmStore:
         return self._read_item(reference)
 
     def open(self, reference: ShmReference) -> MultiModalKwargsItem:
-        """Return the tensors in place, without a copy. They must not be changed.
+        """Return the tensors of a media item as views of the shared memory, without a copy.
 
-        They are valid as long as the caller's lease.
+        The caller must have a lease on the item, and must not change the tensors. They are valid
+        until the lease is released.
         """
         metadata, block = self._read(reference)
         return decode_block(metadata.header, block)
 
     def release(self, reference: ShmReference) -> None:
-        """Give one lease back."""
+        """Give back one lease, which kept a media item in shared memory.
+
+        An item without any lease may be evicted. Raise `InvariantError` if this instance has no
+        lease on the item.
+        """
         with self._segment:
             if not self._num_leases[reference]:
                 raise InvariantError(f"{reference} is released more often than leased")
@@ -170,22 +186,22 @@ class ShmStore:
                 self._index.remove_lease(reference.slot, self._member)
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = False) -> bool:
-        """Return True if `acquire` would find the item."""
+        """Return True if the store has the media item, so that `acquire` would find it."""
         with self._segment:
             return self._index.find(_make_key(mm_hash), needs_layout=needs_layout) is not None
 
     def touch(self, mm_hash: str) -> None:
-        """Make the item of this hash the most recently used, if there is one."""
+        """Mark the media item of this hash as the most recently used, if the store has it."""
         with self._segment:
             slot = self._index.find(_make_key(mm_hash))
             if slot is not None:
                 self._index.touch(slot)
 
     def copy_item(self, mm_hash: str) -> MultiModalKwargsItem | None:
-        """Return a copy of the tensors of this hash, and make the item the most recently used.
+        """Return a copy of the tensors of a media item, or None if the store does not have it.
 
-        Return `None` if there is no such item. Bytes are copied inside the mutex, which spares the
-        lease, so this is for small items.
+        The item becomes the most recently used. The copy is made inside the mutex, without a lease,
+        so this is only for small items.
         """
         with self._segment:
             slot = self._index.find(_make_key(mm_hash))
@@ -196,19 +212,23 @@ class ShmStore:
         return decode_block(_decoder.decode(metadata).header, memoryview(block))
 
     def clear_cache(self) -> None:
-        """Hide all items. What is leased stays valid until its release."""
+        """Remove all media items from the store.
+
+        An item with a lease can no longer be found, but stays valid until its release.
+        """
         with self._segment:
             self._index.clear()
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of all processes together, without queries and hits."""
+        """Return the counts of all processes together, with 0 queries and hits."""
         with self._segment:
             return self._index.statistics()
 
     def close(self) -> None:
-        """Give back all leases, after waiting for threads that are inside `put`.
+        """Give back all leases and close the shared memory, when all calls of `put` have ended.
 
-        Tensors that are still around keep the memory mapped, but it may change under them.
+        Tensors that are still in use keep the memory mapped, but other processes may overwrite it.
+        Further calls do nothing.
         """
         with self._writers:
             if self._is_closed:
@@ -224,7 +244,11 @@ class ShmStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Count a writer. Bytes are copied outside the mutex, but never after `close`."""
+        """Count the caller as a writer within this context, so that `close` waits for it.
+
+        Writers copy bytes without holding the mutex, and must not do that after `close`. Raise
+        `InvariantError` if the store is closed already.
+        """
         with self._writers:
             if self._is_closed:
                 raise InvariantError("the shared-memory store is closed")
@@ -239,9 +263,11 @@ class ShmStore:
     def _reserve(
         self, key: Key, item: ProcessedItem, metadata: bytes
     ) -> tuple[ShmReference | None, bool]:
-        """Return a lease on what is there already, or on room for the item.
+        """Lease the media item of this key, or memory for it if the store does not have it.
 
-        The second value is True if it is room.
+        A lease keeps the item in shared memory until `release`. The second value is True if the
+        returned reference is to memory that has to be written. The reference is None if there is no
+        room.
         """
         block_bytes = get_num_bytes(item.kwargs)
         with self._segment:
@@ -274,9 +300,10 @@ class ShmStore:
         rest[:] = metadata
 
     def _commit(self, key: Key, reference: ShmReference) -> ShmReference:
-        """Let the item be found, unless another writer was faster.
+        """Make a written media item available to `acquire`, unless another writer was faster.
 
-        Return the lease that is valid.
+        Return the reference that the caller has a lease on: `reference` itself, or that of the item
+        which the other writer has stored.
         """
         with self._segment:
             rival = self._index.find(key)
@@ -289,7 +316,10 @@ class ShmStore:
             return reference
 
     def _abandon(self, reference: ShmReference) -> None:
-        """Give back a slot that was reserved and not committed. Inside the mutex."""
+        """Give back a slot (table row) that was reserved for a media item and never committed.
+
+        The caller must hold the mutex.
+        """
         del self._num_leases[reference]
         self._index.free(reference.slot)
 
@@ -303,7 +333,10 @@ class ShmStore:
         return reference
 
     def _sweep(self) -> None:
-        """Take back what dead processes held."""
+        """Take back the media items and the memory that dead processes held.
+
+        The caller must hold the mutex.
+        """
         for member in list(self._index.get_members()):
             if member != self._member and not self._segment.is_member(member):
                 self._index.discharge(member)
@@ -312,7 +345,7 @@ class ShmStore:
     # Reading: outside the mutex, under a lease.
 
     def _read(self, reference: ShmReference) -> tuple[_Metadata, memoryview]:
-        """Return the metadata of a leased item, and the block of its tensors."""
+        """Return the metadata of a leased media item, and the block of memory with its tensors."""
         if not self._num_leases[reference]:
             raise InvariantError(f"{reference} is not leased here")
         block, metadata = self._get_views(reference.slot)
@@ -329,13 +362,16 @@ class ShmStore:
         )
 
     def _get_views(self, slot: int) -> tuple[memoryview, memoryview]:
-        """Return the memory of a slot: the block of the tensors, and the metadata."""
+        """Return views of a slot's memory: the bytes of its tensors, and the encoded metadata."""
         start, middle, end = self._index.get_extent(slot)
         return self._data[start:middle], self._data[middle:end]
 
 
 def _make_key(mm_hash: str) -> Key:
-    """Return the digest that the hash is, or a digest of any other string."""
+    """Return the key of 32 bytes under which the table has the item of this hash.
+
+    A hash of 64 hexadecimal digits is converted to bytes. Any other string is hashed with SHA-256.
+    """
     if _DIGEST.fullmatch(mm_hash):
         return bytes.fromhex(mm_hash)
     return hashlib.sha256(b"sensorium.shm.key:" + mm_hash.encode()).digest()

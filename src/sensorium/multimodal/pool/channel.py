@@ -44,11 +44,14 @@ Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 
 class ChannelError(Exception):
-    """The other end has closed the connection, or has sent something that is no message."""
+    """The other end has closed the connection, or has sent bytes that are not a valid message."""
 
 
 def get_remaining(deadline: float) -> float:
-    """Return the seconds until the deadline. Raise `TimeoutError` if it has passed."""
+    """Return the seconds until `deadline`, which is a time of `time.monotonic`.
+
+    Raise `TimeoutError` if the deadline has passed.
+    """
     remaining = deadline - time.monotonic()
     if remaining <= 0.0:
         raise TimeoutError
@@ -56,9 +59,9 @@ def get_remaining(deadline: float) -> float:
 
 
 def map_privately(descriptor: int, num_bytes: int) -> memoryview:
-    """Return a view of the block in which writes stay private to this process.
+    """Map the memory behind a file descriptor, and return a writable view of it.
 
-    The view keeps a descriptor open for as long as it lives.
+    What this process writes stays private to it. The view keeps a descriptor open while it exists.
     """
     mapping = mmap.mmap(
         descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
@@ -67,7 +70,10 @@ def map_privately(descriptor: int, num_bytes: int) -> memoryview:
 
 
 class Channel:
-    """One end of the connection. It is not thread-safe: each end has one thread."""
+    """One end of the connection between the parent and a worker process of the media pool.
+
+    It is not thread-safe: each end is used by one thread.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -75,19 +81,22 @@ class Channel:
         self._poll.register(connection, select.POLLIN)
 
     def is_readable(self, timeout_s: float) -> bool:
-        """Return True if a message, or the end of the connection, comes within that time."""
+        """Return True if a message or the end of the connection comes in `timeout_s` seconds."""
         return bool(self._poll.poll(timeout_s * 1000.0))
 
     def send(
         self, frame: bytes, blocks: Sequence[Buffer] = (), *, deadline: float | None = None
     ) -> None:
-        """Send a frame and its blocks, which are flat buffers of bytes.
+        """Send one message, which is a frame of encoded values and blocks of binary data.
 
-        The receiver gets the blocks as one.
-        Raise `TimeoutError` after the deadline.
+        The blocks are flat buffers of bytes, and the receiver gets them joined into a single block.
+        `deadline` is a time of `time.monotonic`, and None means no deadline. Raise `TimeoutError`
+        after the deadline, and `ValueError` if the frame has more than `MAX_FRAME_BYTES`.
         """
         if len(frame) > MAX_FRAME_BYTES:
-            raise ValueError(f"a frame of {len(frame)} bytes, {MAX_FRAME_BYTES} at most")
+            raise ValueError(
+                f"the frame has {len(frame)} bytes, and may have {MAX_FRAME_BYTES} at most"
+            )
         views = [view for block in blocks if (view := memoryview(block)).nbytes]
         num_bytes = sum(view.nbytes for view in views)
         is_mapped = num_bytes > MAX_INLINE_BYTES
@@ -110,17 +119,22 @@ class Channel:
         deadline: float | None = None,
         map_block: Callable[[int, int], memoryview] = map_privately,
     ) -> tuple[bytes, memoryview]:
-        """Return a frame and its block, which is writable.
+        """Wait for one message, and return its frame and its block of binary data.
 
-        Raise `TimeoutError` after the deadline.
+        The block is writable. If it is large, it comes as shared memory, and `map_block` gets its
+        file descriptor and its size in bytes and returns a view. `deadline` is a time of
+        `time.monotonic`, and None means no deadline. Raise `TimeoutError` after it, and
+        `ChannelError` if the connection is closed or the message is not valid.
         """
         with ExitStack() as stack:
             prefix, descriptors = self._receive_prefix(deadline, stack)
             frame_bytes, is_mapped, num_bytes = _PREFIX.unpack(prefix)
             if frame_bytes > MAX_FRAME_BYTES or is_mapped != len(descriptors):
-                raise ChannelError("a message that can't be read")
+                raise ChannelError("the other end has sent a message that can't be read")
             if not is_mapped and num_bytes > MAX_INLINE_BYTES:
-                raise ChannelError("a block that is too large to be sent in a message")
+                raise ChannelError(
+                    "the other end has sent a block that is larger than a message may be"
+                )
             frame = bytes(self._receive_exactly(frame_bytes, deadline))
             if not is_mapped:
                 return frame, memoryview(self._receive_exactly(num_bytes, deadline))
@@ -134,9 +148,10 @@ class Channel:
         self._connection.settimeout(None if deadline is None else get_remaining(deadline))
 
     def _receive_prefix(self, deadline: float | None, stack: ExitStack) -> tuple[bytes, list[int]]:
-        """Return the prefix and the descriptors, which come with the first byte of a message.
+        """Return the prefix of a message, and the file descriptors that came with it.
 
-        The descriptors are closed with `stack`.
+        The prefix has a fixed length and gives the sizes of the rest. `stack` closes the
+        descriptors.
         """
         self._set_deadline(deadline)
         prefix, ancillary, flags, _ = self._connection.recvmsg(
@@ -166,9 +181,10 @@ class Channel:
 
 
 def _make_block(views: list[memoryview], num_bytes: int) -> int:
-    """Return a sealed memfd with the content.
+    """Return the file descriptor of new memory (a memfd) that holds the bytes of all views.
 
-    The system writes it, and not a mapping, so that no page is filled with zeros first.
+    The memory is sealed, so that it can't be changed or resized. The bytes are written by a system
+    call instead of a mapping, so that no page is filled with zeros first.
     """
     descriptor = os.memfd_create("sensorium-block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -197,63 +213,77 @@ def _check_block(descriptor: int, num_bytes: int) -> None:
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError as error:
-        raise ChannelError("a block that is not sealed memory") from error
+        raise ChannelError("the other end has sent a block that is not sealed memory") from error
     if not is_sealed or os.fstat(descriptor).st_size != num_bytes:
-        raise ChannelError("a block that is not sealed, or of another size than its message")
+        raise ChannelError(
+            "the other end has sent a block that is not sealed, or not as large as it wrote"
+        )
 
 
 class CostlyJobError(Exception):
-    """A job is more work than it was given time for: it is to be run as a long one."""
+    """The job is estimated to take longer than it may, and has to be run as a long job."""
 
     def __init__(self, cost_s: float) -> None:
-        super().__init__(f"about {cost_s:.1f} s of work")
+        super().__init__(f"the job takes about {cost_s:.1f} s, and has to be run as a long one")
         self.cost_s = cost_s
 
 
 class Handler(Protocol):
-    """The work of a worker. It is made by `factory(settings: bytes)`, and one thread calls it."""
+    """The function that does the jobs of a worker process.
+
+    The worker makes it with `factory(settings: bytes)`, and calls it from one thread.
+    """
 
     def __call__(
         self, job: bytes, block: memoryview, *, max_cost_s: float
     ) -> tuple[bytes, MultiModalKwargsItem]:
-        """Do a job. Return a reply and tensors, which may be none.
+        """Do a job, and return the encoded reply and the tensors of the result, if there are any.
 
-        `block` is writable, belongs to the worker, and must not be kept after the call. A
-        `RequestError` or a `CapacityError` reaches the caller with its message. Of any other error
-        the caller learns only that there was one. A handler that finds the job to be more than
-        `max_cost_s` of work raises `CostlyJobError` instead of doing it.
+        `job` describes the work, and `block` is its binary input. The handler may write to `block`,
+        but must not keep it after the call. Instead of doing a job that takes more than
+        `max_cost_s` seconds, the handler raises `CostlyJobError`. The caller of the pool gets a
+        `RequestError` or a `CapacityError` with its text. For any other error the caller gets only
+        a general text.
         """
         ...
 
     def close(self) -> None:
-        """End the handler with its worker. This is not called when the worker is killed."""
+        """Free what the handler holds, before its worker process ends.
+
+        This is not called when the worker is killed.
+        """
         ...
 
 
-NOT_PROCESSED = "it could not be processed: the server failed, and its log has the reason"
-NO_MEMORY = "it needs more memory to be processed than an item may take"
+NOT_PROCESSED = (
+    "the media item could not be processed: the server failed, and its log has the reason"
+)
+NO_MEMORY = "the media item needs more memory to be processed than one item may take"
 _MAX_MESSAGE_LENGTH = 2000
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The first message to a worker."""
+    """The first message to a worker process, which names the handler that does its jobs."""
 
     handler: str  # "package.module:factory"
     settings: bytes
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a worker that has made its handler and takes jobs."""
+    """The message of a worker process that has made its handler and now accepts jobs."""
 
 
 class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The last message of a worker that could not make its handler."""
+    """The last message of a worker process that could not make its handler, with the reason."""
 
     reason: str
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A job for a worker. Its input is the block beside it."""
+    """The message that gives a job to a worker process.
+
+    The binary input of the job is the block that is sent with the message.
+    """
 
     job: bytes
     max_cost_s: float  # a job of more work is answered by `Costly`; it may be infinite
@@ -261,20 +291,29 @@ class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The result of a job."""
+    """The answer of a worker process to a job that it has done.
+
+    The tensors of the result are in the block that is sent with the message.
+    """
 
     reply: bytes
     header: bytes  # describes the tensors in the block beside it; empty: there are none
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a worker to a job that failed. The worker takes other jobs all the same."""
+    """The answer of a worker process to a job that has failed, with the error.
+
+    The worker still accepts other jobs.
+    """
 
     error: ErrorRecord
 
 
 class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a worker to a job that it did not do, because it is too much work."""
+    """The answer of a worker process to a job that it did not do, because it would take too long.
+
+    `cost_s` is the estimated time in seconds.
+    """
 
     cost_s: float
 
@@ -287,6 +326,6 @@ decode_message = _decoder.decode
 
 
 def make_failure(error: RequestError | CapacityError) -> Failure:
-    """Return the message about an error, cut to a length that a frame can hold."""
+    """Return the message for an error of a job, with a text that is short enough for a frame."""
     record = make_record(error)
     return Failure(replace(record, message=record.message[:_MAX_MESSAGE_LENGTH]))

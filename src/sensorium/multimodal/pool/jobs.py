@@ -27,14 +27,17 @@ from sensorium.types.errors import CapacityError, StoppingError
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 SHORT_S = 0.5  # a job that is estimated to take more is a long one
-_MAX_LAG_S = 10.0  # the longest job is taken as if it had come so much later
+_MAX_LAG_S = 10.0  # seconds by which the longest job is set back in the order
 _MAX_LONG_SHARE = 4  # a quarter of the queue may be long jobs
 CLOSED = "media can't be processed: the server is stopping"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolReply:
-    """The result of a handler. Its tensors are writable views of memory of their own."""
+    """The result of a job: the reply of the handler, and the tensors that it returned.
+
+    The tensors are writable, and their memory is not shared with anything else.
+    """
 
     reply: bytes
     kwargs: MultiModalKwargsItem
@@ -42,7 +45,10 @@ class PoolReply:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PoolJob:
-    """A job on its way. The queue and the slot that runs it write its fields."""
+    """A job of the pool, from its submission until its future has a result.
+
+    Its fields are written by the queue and by the `Slot` of the pool that runs the job.
+    """
 
     job: bytes
     blocks: Sequence[Buffer]
@@ -64,7 +70,11 @@ class PoolJob:
 
     @property
     def order(self) -> float:
-        """Return the rank of the job: the smallest one is taken first."""
+        """Return the rank of the job in the queue, where the smallest rank is taken first.
+
+        The rank is the time of submission plus the estimated seconds of work, which count for at
+        most `_MAX_LAG_S`. So a short job passes long ones.
+        """
         return self.submitted + min(self.cost_s or 0.0, _MAX_LAG_S)
 
     def finish(self, result: Any) -> None:
@@ -77,7 +87,10 @@ class PoolJob:
 
 
 class JobQueue:
-    """Jobs that wait for one of `num_workers`. Several threads may use it."""
+    """A bounded queue of jobs that wait for one of `num_workers` worker processes.
+
+    Several threads may use it.
+    """
 
     def __init__(self, max_queued: int, *, num_workers: int = 1) -> None:
         self._max_queued = max_queued
@@ -100,7 +113,11 @@ class JobQueue:
         return len(self._jobs)
 
     def add(self, job: PoolJob) -> None:
-        """Wait for room, for as long as the job may wait, and put it into the queue."""
+        """Put a job into the queue, and wait for room if the queue is full.
+
+        Raise `CapacityError` if there is no room within the job's `wait_s`, or if jobs are refused
+        at this moment. Raise `StoppingError` if the queue is closed.
+        """
         job.waits_until = time.monotonic() + job.wait_s
         job.future.add_done_callback(self._forget)
         with self._changed:
@@ -114,13 +131,19 @@ class JobQueue:
                     break
                 remaining = job.waits_until - time.monotonic()
                 if remaining <= 0.0:
-                    raise CapacityError("too many media items wait to be processed")
+                    raise CapacityError(
+                        "too many media items wait to be processed: try again later"
+                    )
                 self._changed.wait(min(remaining, 1.0))
             self._jobs.append(job)
             self._changed.notify_all()
 
     def add_again(self, job: PoolJob) -> None:
-        """Put back a job that was taken. It keeps its order, and may wait as long as at first."""
+        """Put a job back into the queue, after a worker took it but did not finish it.
+
+        The job keeps its rank, and may again wait for `wait_s` seconds. Do nothing if it was
+        cancelled meanwhile.
+        """
         job.waits_until = time.monotonic() + job.wait_s
         with self._changed:
             if not job.future.done():
@@ -128,19 +151,26 @@ class JobQueue:
                 self._changed.notify_all()
 
     def add_as_long(self, job: PoolJob, cost_s: float) -> None:
-        """Put back a job that has turned out to be a long one, or fail it for want of room."""
+        """Put a job back into the queue, after a worker found that it is a long one.
+
+        `cost_s` is the estimated time of work in seconds. The job fails with a `CapacityError` if
+        too many long jobs are in the queue already.
+        """
         job.cost_s = max(cost_s, SHORT_S * 1.01)
         with self._changed:
             has_room = self._has_room_for(job)
         if has_room:
             self.add_again(job)
         else:
-            job.fail(CapacityError("too many long media items wait to be processed"))
+            job.fail(
+                CapacityError("too many long media items wait to be processed: try again later")
+            )
 
     def take_job(self, worker: object, timeout_s: float) -> PoolJob | None:
-        """Take the next job for a worker, if one comes within that time.
+        """Take the next job out of the queue, and record that `worker` runs it.
 
-        Call `release` when it has run.
+        Return None if no job comes within `timeout_s` seconds, or if the queue is closed. The
+        caller must call `release` when the job has run.
         """
         self.drop_expired()
         with self._changed:
@@ -157,26 +187,29 @@ class JobQueue:
             return job
 
     def release(self, worker: object) -> None:
-        """Note that this worker no longer runs the job that it took."""
+        """Record that this worker no longer runs the job that it took."""
         with self._changed:
             self._long_workers.discard(worker)
             self._changed.notify_all()
 
     def drop_expired(self) -> None:
-        """Fail the jobs that have waited for too long."""
+        """Fail the jobs that have waited for a worker longer than they may."""
         now = time.monotonic()
         with self._changed:
             expired = [job for job in self._jobs if job.waits_until <= now]
         for job in expired:
             job.fail(
                 CapacityError(
-                    f"no process was free to work on it within {job.wait_s:g} seconds: "
+                    f"no process was free to work on the media item within {job.wait_s:g} seconds: "
                     "too many media items wait"
                 )
             )
 
     def refuse(self, reason: str, duration_s: float) -> None:
-        """Fail all jobs, also those that come in that time, because no worker can be started."""
+        """Fail all jobs in the queue, and refuse new ones for `duration_s` seconds.
+
+        This is for a pool that can't start any worker. `reason` is the text of the errors.
+        """
         with self._changed:
             self.was_refused = True
             self._refusal = reason
@@ -185,20 +218,23 @@ class JobQueue:
         self._fail_all(lambda: CapacityError(reason, retry_after_s=retry_after_s))
 
     def get_refusal(self) -> CapacityError | None:
-        """Return the error with which jobs are refused now; `None` if they are not."""
+        """Return the error with which new jobs are refused now, or None if they are accepted."""
         remaining = self._refused_until - time.monotonic()
         if remaining <= 0.0:
             return None
         return CapacityError(self._refusal, retry_after_s=math.ceil(remaining))
 
     def wait_until_closed(self, timeout_s: float) -> None:
-        """Wait until something changes in the queue or the time is over; not if it is closed."""
+        """Wait until the queue changes or is closed, for at most `timeout_s` seconds.
+
+        Return at once if the queue is closed already. The caller must check what has changed.
+        """
         with self._changed:
             if not self.is_closed:
                 self._changed.wait(timeout_s)
 
     def close(self) -> None:
-        """Fail all jobs, also those that come later."""
+        """Fail all jobs in the queue, and refuse all new ones from now on."""
         with self._changed:
             self.is_closed = True
             self._changed.notify_all()
@@ -224,10 +260,10 @@ class JobQueue:
             job.fail(make_error())
 
     def _forget(self, future: Future[Any]) -> None:
-        """Drop and count a job that is settled.
+        """Remove the job of a future that has ended, and count it as done, failed or cancelled.
 
-        The job is found by its future: a callback that held the job would keep its result alive
-        until the garbage collector comes.
+        This is a callback of the future. It does not hold the job, because that would keep the
+        result alive until the garbage collector runs.
         """
         is_cancelled = future.cancelled()
         if is_cancelled:

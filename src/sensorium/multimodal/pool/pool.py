@@ -54,7 +54,11 @@ _logger = logging.getLogger(__name__)
 
 
 class Slot:
-    """A place for one worker. Its attributes are written by its own thread only."""
+    """A place in the pool for one worker process, and the thread that looks after the process.
+
+    The thread starts the process, gives it jobs, and replaces it when it ends. Only that thread
+    writes the attributes.
+    """
 
     def __init__(
         self, queue: JobQueue, make_process: partial[WorkerProcess], slots: Sequence[Slot]
@@ -91,10 +95,10 @@ class Slot:
             self._queue.close()
 
     def _let_the_first_start(self) -> None:
-        """Wait until the first worker has started, or has failed to.
+        """Wait until the first worker process of the pool has started, or has failed to start.
 
-        Two at once would take twice as long on a machine with few cores, and the server needs one
-        as soon as it can be.
+        The slot of that process itself does not wait. Starting two at once takes twice as long on a
+        machine with few cores, and the server needs one worker as soon as possible.
         """
         first = self._slots[0]
         while first is not self and not (first.was_ready or first._num_failed_starts):
@@ -103,7 +107,10 @@ class Slot:
             self._queue.wait_until_closed(_IDLE_CHECK_S)
 
     def _may_start(self) -> bool:
-        """Return True if a worker may be started, after the pause that a failed start requires."""
+        """Return True if a worker may be started now, after a pause if the last start failed.
+
+        After `_MAX_START_TRIES` failed starts, a worker is started only if jobs are waiting.
+        """
         if self._num_failed_starts >= _MAX_START_TRIES and not len(self._queue):
             return False
         self._queue.wait_until_closed(self._not_before - time.monotonic())
@@ -136,7 +143,10 @@ class Slot:
             self._queue.refuse(f"media can't be processed: {reason}", _MAX_PAUSE_S)
 
     def _serve(self, process: WorkerProcess) -> None:
-        """Give the next job to the worker, if one comes soon. Drop a worker that has ended."""
+        """Wait briefly for the next job in the queue, and run it in the worker process.
+
+        If the process has ended, drop it, so that it is replaced, and put the job back.
+        """
         job = self._queue.take_job(self, _IDLE_CHECK_S)
         if not process.is_alive():
             if job is not None:
@@ -144,7 +154,7 @@ class Slot:
                 self._queue.add_again(job)
             self._lose_process()
             if time.monotonic() - self._ready_at < _SETTLED_S:
-                self._note_failed_start("it ended without a job")
+                self._note_failed_start("the process ended before it got a job")
             else:
                 self._num_failed_starts = 0
         elif job is not None:
@@ -154,7 +164,7 @@ class Slot:
             except WorkerInterruptedError:
                 raise
             except Exception:  # a job fails alone, whatever happens to it here
-                _logger.exception("a job of the pool failed")
+                _logger.exception("a job of the media pool failed")
                 self._lose_process()
                 job.fail(FailedRequestError(NOT_PROCESSED))
             finally:
@@ -162,7 +172,11 @@ class Slot:
                 self._queue.release(self)
 
     def _run(self, process: WorkerProcess, job: PoolJob) -> None:
-        """Run a job, and settle it or put it back into the queue."""
+        """Run a job in the worker process, and settle it or put it back into the queue.
+
+        A job is put back if its worker was lost for the first time, or if it turns out to be a long
+        one.
+        """
         self._num_failed_starts = 0
         is_unknown = job.cost_s is None
         try:
@@ -175,7 +189,7 @@ class Slot:
             )
         except TimeoutError:
             self._lose_process()
-            reason = f"it could not be processed in time ({job.deadline_s:g} seconds)"
+            reason = f"the media item could not be processed in time ({job.deadline_s:g} seconds)"
             job.fail(RequestError(reason))
         except WorkerLostError as error:
             _logger.warning("a worker that processed media was lost: %s", error)
@@ -207,15 +221,19 @@ class Slot:
 
 
 def _make_loss(job: PoolJob) -> SensoriumError:
-    """Return the error for a job that has lost all its workers.
+    """Return the error for a job that has lost all worker processes that worked on it.
 
-    The item is at fault only if every one of them crashed by itself. A worker that was killed from
-    outside proves nothing against the item, so the caller may try again.
+    If every process crashed by itself, the media item is at fault and the error is a
+    `RequestError`. A process that was killed from outside proves nothing against the item. Then the
+    error is a `CapacityError`, and the client may try again.
     """
     if job.num_crashes == job.num_lost:
-        return RequestError(f"the process that worked on it crashed ({job.num_lost} times)")
+        return RequestError(
+            f"the process that worked on the media item crashed ({job.num_lost} times)"
+        )
     return CapacityError(
-        f"the process that worked on it was ended from outside ({job.num_lost} times in all)"
+        f"the process that worked on the media item was ended from outside "
+        f"({job.num_lost} times in all)"
     )
 
 
@@ -235,9 +253,10 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
 def _call_back(
     on_reply: Callable[[PoolReply], Any], message: Reply, block: memoryview
 ) -> tuple[Any, Exception | None]:
-    """Return the result of the callback, or its error.
+    """Call `on_reply` with the decoded result of a job, and return its result or its error.
 
-    Apart from `_settle`, so that the error's traceback doesn't hold the job that holds it.
+    The error is None if there was none. This is not a part of `_settle`, so that the traceback of
+    the error does not keep the job alive.
     """
     try:
         kwargs: MultiModalKwargsItem = {}
@@ -252,7 +271,7 @@ def _call_back(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """Counts of a pool since its start."""
+    """The counts of a pool since its start, and its state at this moment."""
 
     num_workers: int  # that are ready at this moment
     num_queued: int  # at this moment
@@ -268,20 +287,23 @@ def _return_reply(reply: PoolReply) -> PoolReply:
 
 
 class ProcessPool:
-    """A pool that several threads may use, but not after a fork.
+    """A pool of worker processes that run jobs, such as the processing of media items.
 
-    When it is dropped, its workers end.
+    Several threads may use it, but not the child of a fork. The workers end when the pool is closed
+    or garbage-collected.
     """
 
     def __init__(
         self, size: int, *, handler: str, settings: bytes, inherited_fds: Sequence[int] = ()
     ) -> None:
-        """Prepare a pool. `handler` is "package.module:factory" of a `channel.Handler`.
+        """Prepare a pool of `size` worker processes, which are not started yet.
 
-        `inherited_fds` have the same numbers in the workers.
+        `handler` names the function that does the jobs, as "package.module:factory" of a
+        `channel.Handler`. The factory gets `settings`. The workers inherit the file descriptors
+        `inherited_fds` under the same numbers.
         """
         if size < 1:
-            raise InvariantError(f"a pool of {size} processes")
+            raise InvariantError(f"a pool needs at least one process, not {size}")
         make_process = partial(
             WorkerProcess, handler=handler, settings=settings, inherited_fds=tuple(inherited_fds)
         )
@@ -295,7 +317,10 @@ class ProcessPool:
         weakref.finalize(self, setattr, self._queue, "is_closed", True)
 
     def start(self) -> None:
-        """Start the workers now, and not only with the first job. Return without waiting."""
+        """Start the worker processes now, instead of with the first job.
+
+        This returns without waiting for them. Further calls do nothing.
+        """
         with self._lock:
             if not self._is_started and not self._queue.is_closed:
                 self._is_started = True
@@ -304,18 +329,19 @@ class ProcessPool:
 
     @property
     def is_starting(self) -> bool:
-        """Return True until the first worker is ready, or none can be started.
+        """Return True until the first worker process is ready, or it is clear that none can start.
 
-        It is never True again: a worker that ends later is replaced, and jobs wait for that.
+        From then on it stays False: a worker that ends later is replaced, and jobs wait for that.
         """
         queue = self._queue
         is_settled = any(slot.was_ready for slot in self._slots) or queue.was_refused
         return not is_settled and not queue.is_closed
 
     def wait_until_ready(self, timeout_s: float) -> bool:
-        """Return True if all workers are ready within that time.
+        """Start the worker processes, and return True when all of them are ready.
 
-        Raise `CapacityError` if they can't be started.
+        Return False if that takes more than `timeout_s` seconds, or if the pool is closed. Raise
+        `CapacityError` if workers can't be started.
         """
         self.start()
         deadline = time.monotonic() + timeout_s
@@ -338,17 +364,23 @@ class ProcessPool:
         cost_s: float | None = None,
         on_reply: Callable[[PoolReply], Any] = _return_reply,
     ) -> Future[Any]:
-        """Put a job into the queue, and wait while that is full. Return the future of its result.
+        """Put a job into the queue, and return the future of its result.
 
-        Raise `CapacityError` if it still is full after `wait_s`. A worker may take `deadline_s`,
-        from the start of its work. The job may wait `wait_s` for a worker (`None`: as long as it
-        may work), and fails with a `CapacityError` after that. `cost_s` is an estimate of the work;
-        without one, a worker that finds it long puts the job back. The handler gets the blocks as
-        one; they must not change until the job is settled. `on_reply` runs in a thread of the pool,
-        and what it returns is the future's result.
+        `job` describes the work for the handler. The handler gets `blocks` joined into a single
+        block; they must not change until the future is done. `deadline_s` is the time in seconds
+        that a worker may work on the job. `wait_s` is the time for which this call may wait for
+        room in the queue, and the job for a worker. None means the same as `deadline_s`. Raise
+        `CapacityError` if there is no room in that time. If no worker is free in that time, the
+        future fails with a `CapacityError`.
+
+        `cost_s` is an estimate of the work in seconds. If it is None, a worker that finds the job
+        to be long puts it back into the queue. `on_reply` runs in a thread of the pool and gets the
+        result of the handler. What it returns becomes the result of the future.
         """
         if len(job) > _MAX_JOB_BYTES:
-            raise InvariantError(f"a job of {len(job)} bytes; {_MAX_JOB_BYTES} at most")
+            raise InvariantError(
+                f"a job has {len(job)} bytes, and may have {_MAX_JOB_BYTES} at most"
+            )
         self.start()
         pool_job = PoolJob(
             job=job,
@@ -362,7 +394,10 @@ class ProcessPool:
         return pool_job.future
 
     def close(self) -> None:
-        """End the workers and fail what is not done. Further calls do nothing."""
+        """End the worker processes, and fail all jobs that are not done.
+
+        Further calls do nothing.
+        """
         self._queue.close()
         with self._lock:
             threads = [slot.thread for slot in self._slots if self._is_started]
@@ -371,7 +406,7 @@ class ProcessPool:
                 thread.join(_GRACE_S + _JOIN_S)
 
     def get_process_ids(self) -> list[int]:
-        """Return the ids of the workers that there are at this moment."""
+        """Return the process ids of the workers that exist at this moment."""
         processes = [slot.process for slot in self._slots]
         return [process.process_id for process in processes if process is not None]
 

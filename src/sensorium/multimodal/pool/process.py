@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 
 
 class WorkerLostError(Exception):
-    """The process has ended, or has sent a message that makes no sense."""
+    """The worker process has ended, or has sent a message that is not valid at this point."""
 
     def __init__(self, message: str, *, is_crash: bool = False) -> None:
         super().__init__(message)
@@ -59,14 +59,14 @@ class WorkerLostError(Exception):
 
 
 class WorkerInterruptedError(Exception):
-    """The pool is stopping, so that the worker's answer is no longer wanted."""
+    """The pool is stopping and no longer waits for the answer of the worker process."""
 
 
 class WorkerProcess:
-    """One worker process, as its parent sees it.
+    """A worker process of the media pool, as its parent sees it.
 
-    `keep_waiting` is called regularly while the worker is waited for. If it returns False,
-    `WorkerInterruptedError` is raised.
+    `keep_waiting` is called regularly while the parent waits for the worker. If it returns False,
+    the wait ends with a `WorkerInterruptedError`.
     """
 
     def __init__(
@@ -100,20 +100,27 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def wait_until_ready(self, timeout_s: float) -> str | None:
-        """Wait for the worker. Return `None` when it is ready, or the reason why it won't be."""
+        """Wait until the worker process accepts jobs, and return None.
+
+        If it does not, return the reason, such as that it was not ready within `timeout_s` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             self._channel.send(self._start, deadline=deadline)
             message, _ = self._receive(deadline, map_privately)
         except TimeoutError:
-            return f"it was not ready within {timeout_s:g} s"
+            return f"the process was not ready within {timeout_s:g} s"
         except (OSError, ChannelError):
-            return f"it ended with {self._end()} while it started"
+            return f"the process ended with {self._end()} while it started"
         except WorkerLostError as error:
             return str(error)
         if isinstance(message, StartFailed):
             return message.reason
-        return None if isinstance(message, Ready) else f"it began with {type(message).__name__}"
+        return (
+            None
+            if isinstance(message, Ready)
+            else f"its first message was {type(message).__name__}, not Ready"
+        )
 
     def run(
         self,
@@ -124,9 +131,11 @@ class WorkerProcess:
         max_cost_s: float,
         is_long: bool = False,
     ) -> tuple[Reply | Failure | Costly, memoryview]:
-        """Give the worker a job. Return its answer, and the block that came with it.
+        """Give a job to the worker process, and return its answer and the block that came with it.
 
-        Raise `TimeoutError` after the deadline, and `WorkerLostError` if there is no answer.
+        The block holds the tensors of the result. `deadline` is a time of `time.monotonic`. Raise
+        `TimeoutError` after it, and `WorkerLostError` if the process ends or sends another message
+        than an answer.
         """
         try:
             message_bytes = encode_message(Job(job, max_cost_s, is_long))
@@ -137,13 +146,18 @@ class WorkerProcess:
         except (OSError, ChannelError) as error:
             end = self._end()
             is_crash = self._process.returncode in _CRASHES
-            raise WorkerLostError(f"{error}; it ended with {end}", is_crash=is_crash) from error
+            raise WorkerLostError(
+                f"{error}; the process ended with {end}", is_crash=is_crash
+            ) from error
         if not isinstance(message, Reply | Failure | Costly):
-            raise WorkerLostError(f"{type(message).__name__} out of turn")
+            raise WorkerLostError(f"the worker has sent {type(message).__name__}, not an answer")
         return message, block
 
     def close(self, grace_s: float) -> None:
-        """Let it end by itself, or kill it after that time. It has ended when this returns."""
+        """Close the connection, and kill the process if it has not ended after `grace_s` seconds.
+
+        The process has ended when this returns.
+        """
         self._channel.close()
         try:
             self._process.wait(grace_s)
@@ -166,10 +180,13 @@ class WorkerProcess:
         try:
             return decode_message(frame), block
         except msgspec.MsgspecError as error:
-            raise WorkerLostError("a message that can't be read") from error
+            raise WorkerLostError("the worker has sent a message that can't be read") from error
 
     def _end(self) -> str:
-        """Wait for the end of a process with a broken connection, and return how it ended."""
+        """Wait for the end of a process after its connection broke, and return how it ended.
+
+        The text names the exit status or the signal.
+        """
         try:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -178,9 +195,10 @@ class WorkerProcess:
 
 
 def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
-    """Map the block to memory that may be kept in a cache.
+    """Map the memory behind a file descriptor to a writable view that a cache may keep.
 
-    Unlike `map_privately` it holds no descriptor open: a process has few of them.
+    Unlike `map_privately`, the view keeps no descriptor open, because a process may have only a
+    limited number of them.
     """
     import torch
 
@@ -211,7 +229,9 @@ def _spawn(descriptor: int, inherited_fds: Sequence[int]) -> subprocess.Popen[by
 
 
 def _log_lines(lines: IO[bytes]) -> None:
-    """Write the output of a worker and its libraries to this process's log, in its format."""
+    """Write each line that a worker process prints to the log of this process."""
     with lines:
         for line in lines:
-            _logger.warning("a worker: %s", line.decode(errors="replace").rstrip())
+            _logger.warning(
+                "a worker of the media pool: %s", line.decode(errors="replace").rstrip()
+            )

@@ -62,7 +62,7 @@ _Result = TypeVar("_Result")
 
 
 def run_at_low_priority(function: Callable[[], _Result]) -> _Result:
-    """Call the function at a low priority. Return what it returns, and raise what it raises."""
+    """Call the function at a low CPU priority, and return its result or raise its error."""
     _set_group_priority(_NICE)
     try:
         with ThreadPoolExecutor(max_workers=1, initializer=_lower_this_thread) as executor:
@@ -118,10 +118,10 @@ def main() -> None:
 
 
 def _end_with_parent(parent_id: int) -> None:
-    """End this process with its parent, also in the middle of a job.
+    """Make the system kill this process when its parent ends, even in the middle of a job.
 
-    The signal comes when the parent's thread that started this process ends. That thread waits for
-    this process before it does.
+    The signal comes when the thread of the parent that started this process ends. That thread waits
+    for the end of this process before it ends itself. Exit at once if the parent is gone already.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_id:  # it ended before the line above
@@ -129,25 +129,28 @@ def _end_with_parent(parent_id: int) -> None:
 
 
 def _prefer_to_be_killed() -> None:
-    """Let the system kill workers first if memory runs out.
+    """Make the system kill this worker before other processes if memory runs out.
 
-    They can be replaced, and the parent can't.
+    A worker can be replaced, and its parent can't.
     """
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
 
 
 def _start(channel: Channel) -> Handler | None:
-    """Return the handler. If it can't be made, send the reason to the parent and return `None`."""
+    """Receive the `Start` message, make the handler that it names, and return the handler.
+
+    If the handler can't be made, send the reason to the parent and return None.
+    """
     frame, _ = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Start):
-        raise ChannelError(f"{type(message).__name__} before the start")
+        raise ChannelError(f"the parent has sent {type(message).__name__} before the start")
     try:
         module, _, factory = message.handler.partition(":")
         handler: Handler = getattr(importlib.import_module(module), factory)(message.settings)
     except Exception as error:  # the parent must learn the reason, whatever it is
-        _logger.exception("a worker of the pool could not start")
+        _logger.exception("a worker of the media pool could not start")
         reason = str(error)
         if not isinstance(error, SensoriumError):
             reason = f"{type(error).__name__}: {error}"
@@ -158,7 +161,7 @@ def _start(channel: Channel) -> Handler | None:
 
 
 def _limit_threads() -> None:
-    """Use one thread, because there are many workers.
+    """Make torch use a single thread in this process, because there are many workers.
 
     If torch is imported later, OMP_NUM_THREADS has the same effect.
     """
@@ -168,11 +171,11 @@ def _limit_threads() -> None:
 
 
 def _serve(channel: Channel, handler: Handler) -> None:
-    """Receive one job, do it, and send the answer."""
+    """Receive one job from the parent, do it, and send back the result or the error."""
     frame, block = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Job):
-        raise ChannelError(f"{type(message).__name__} out of turn")
+        raise ChannelError(f"the parent has sent {type(message).__name__} instead of a job")
     work = partial(handler, message.job, block, max_cost_s=message.max_cost_s)
     try:
         reply = run_at_low_priority(work) if message.is_long else work()
@@ -184,7 +187,7 @@ def _serve(channel: Channel, handler: Handler) -> None:
     except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
         frame, buffers = encode_message(make_failure(RequestError(NO_MEMORY))), []
     except Exception:  # a job fails alone, and its caller learns no internals
-        _logger.exception("a job of the pool failed")
+        _logger.exception("a job of the media pool failed")
         frame, buffers = encode_message(make_failure(FailedRequestError(NOT_PROCESSED))), []
     channel.send(frame, buffers)
 
@@ -197,7 +200,9 @@ def _encode_reply(reply: bytes, kwargs: MultiModalKwargsItem) -> tuple[bytes, li
         header, buffers = encode_header(kwargs), as_buffers(kwargs)
     frame = encode_message(Reply(reply, header))
     if len(frame) > MAX_FRAME_BYTES:
-        raise ValueError(f"a reply of {len(frame)} bytes, {MAX_FRAME_BYTES} at most")
+        raise ValueError(
+            f"the reply has {len(frame)} bytes, and may have {MAX_FRAME_BYTES} at most"
+        )
     return frame, buffers
 
 
