@@ -26,10 +26,10 @@ class LayerSpec:
     num_kv_heads: int
     key_dim: int
     value_dim: int
-    window: int | None  # None: the layer attends to all earlier tokens
     # The layer that stores the keys and values that this one reads. It is another layer if both
     # share them.
     source: int
+    window: int | None = None  # None: the layer attends to all earlier tokens
 
     @property
     def num_elements_per_token(self) -> int:

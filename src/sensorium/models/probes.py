@@ -51,7 +51,6 @@ class KVProbe:
         value: torch.Tensor,
         *,
         scaling: float | None,  # noqa: ARG002
-        window: int | None,
     ) -> torch.Tensor:
         """Record the shapes of a layer's keys and values, and return zeros as its attention output.
 
@@ -71,7 +70,6 @@ class KVProbe:
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
-            window=window,
             source=self._sources.setdefault(addresses, layer_index),
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])

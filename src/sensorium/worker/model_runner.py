@@ -365,15 +365,12 @@ class ModelRunner:
         value: torch.Tensor,
         *,
         scaling: float | None,
-        window: int | None,
     ) -> torch.Tensor:
         """Store the new keys and values of one decoder layer, and return its attention output.
 
         The layer calls this through `models.seams`. A layer that shares the keys and values of
-        another layer stores none. `window` is ignored, because the KV cache group of the layer has
-        it.
+        another layer stores none.
         """
-        del window  # the layer's group has it
         cache = self._kv_cache[layer_index]
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 

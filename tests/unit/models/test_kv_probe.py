@@ -19,25 +19,20 @@ def load(directory: str) -> ModelAdapter:
 
 
 def attend(
-    probe: KVProbe,
-    layer_index: int,
-    key: torch.Tensor,
-    value: torch.Tensor | None = None,
-    *,
-    window: int | None = None,
+    probe: KVProbe, layer_index: int, key: torch.Tensor, value: torch.Tensor | None = None
 ) -> torch.Tensor:
     query = torch.ones(1, 6, 2, 8)
     if value is None:
         value = torch.ones(1, key.shape[1], 2, 5)
-    return probe.attend(layer_index, query, key, value, scaling=None, window=window)
+    return probe.attend(layer_index, query, key, value, scaling=None)
 
 
 def test_a_layer_is_described_by_the_tensors_it_brings() -> None:
     probe = KVProbe()
-    output = attend(probe, 0, torch.ones(1, 3, 2, 8), window=7)
+    output = attend(probe, 0, torch.ones(1, 3, 2, 8))
     (layer,) = probe.layers
     assert (layer.num_kv_heads, layer.key_dim, layer.value_dim) == (3, 8, 5)
-    assert (layer.window, layer.source) == (7, 0)
+    assert layer.source == 0
     assert output.shape == (1, 2, 6, 5)
 
 

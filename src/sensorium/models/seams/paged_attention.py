@@ -34,13 +34,11 @@ class AttentionCall(Protocol):
         value: torch.Tensor,
         *,
         scaling: float | None,
-        window: int | None,
     ) -> torch.Tensor:
         """Return the attention output [1, N, H, D of values] of one layer.
 
         There are N tokens with H query heads of size D. `scaling` is the factor of the attention
-        scores; None means one over the root of D. `window` is the attention window that the layer
-        asks for, in tokens, or None.
+        scores; None means one over the root of D.
         """
 
 
@@ -53,7 +51,6 @@ def _paged_attention(
     *,
     attention_call: AttentionCall,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     if attention_mask is not None:
@@ -66,14 +63,8 @@ def _paged_attention(
             raise ModelError(
                 f"{type(module).__name__} needs attention with {name!r}, which no backend supports"
             )
-    output = attention_call.attend(
-        module.layer_idx,  # type: ignore[arg-type]
-        query,
-        key,
-        value,
-        scaling=scaling,
-        window=sliding_window,
-    )
+    layer_index: Any = module.layer_idx
+    output = attention_call.attend(layer_index, query, key, value, scaling=scaling)
     return output, None
 
 

@@ -225,9 +225,7 @@ class _DecodeCall:
         value: torch.Tensor,
         *,
         scaling: float | None,
-        window: int | None,
     ) -> torch.Tensor:
-        del window  # `self.windows` has that of the layer's group
         cache = self.kv_cache[layer_index]
         group = cache.group_index
         if not cache.is_shared:

@@ -342,9 +342,7 @@ class _SegmentCall:
         value: torch.Tensor,
         *,
         scaling: float | None,
-        window: int | None,
     ) -> torch.Tensor:
-        del window  # the attention between the replays has that of the layer's group
         cache = self.kv_cache[layer_index]
         if not cache.is_shared:
             slots = self.memory.get(_name_slots(cache.group_index), query.shape[2])
