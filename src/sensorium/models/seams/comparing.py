@@ -107,7 +107,6 @@ class CausalAttention:
         value: torch.Tensor,
         *,
         scaling: float | None,
-        window: int | None,  # noqa: ARG002
     ) -> torch.Tensor:
         output = scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
