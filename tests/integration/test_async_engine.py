@@ -266,7 +266,9 @@ def test_a_core_whose_steps_all_fail_ends(lru_core: LocalCore) -> None:
             await task
 
     run(core, test)
-    assert "8 steps failed in a row: internal error: RuntimeError: the device" in str(core.error)
+    assert "8 steps of the core failed in a row: internal error: RuntimeError: the device" in str(
+        core.error
+    )
 
 
 def test_frontends_share_a_core_and_one_that_ends_takes_its_requests_with_it(

@@ -400,7 +400,7 @@ def test_fewer_placeholders_than_a_layout_says_are_refused(
 ) -> None:
     llm, (_, rendered), mm_hash = llm_of("lru"), picture, make_hash()
     inject(llm, mm_hash, rendered.kwargs[0], rendered.layouts[0])
-    with pytest.raises(RequestError, match="belongs to cached media of 16 embeddings"):
+    with pytest.raises(RequestError, match="belongs to a cached item of 16 embeddings"):
         process(llm, make_short_prompt(rendered, mm_hash, mm_kwargs={}))
 
 

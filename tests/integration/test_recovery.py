@@ -268,7 +268,7 @@ def test_a_core_that_keeps_nothing_is_given_up(llm_of: LlmOf) -> None:
     expected = generate(llm_of("off"), prompt)
     llm.core.payloads.receiver = ForgetfulReceiver()
     outputs = llm.generate([prompt, "hello"], GREEDY, use_tqdm=False, return_errors=True)
-    assert "loses media faster" in str(outputs[0].error)
+    assert "the media cache lost items of this request" in str(outputs[0].error)
     llm.core.payloads.receiver = MirrorReceiver()
     assert_idle(llm)
     assert generate(llm, prompt) == expected

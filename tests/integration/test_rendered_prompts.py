@@ -62,11 +62,11 @@ def drop_fields(*names: str) -> Change:
 BAD: dict[str, tuple[Change, str]] = {
     "a layout object of other types": (
         set_images("mm_layouts", ItemLayout(text=3, token_id="x", num_embeds=1), None),  # type: ignore[arg-type]
-        "a layout's text must be text",
+        "a layout's text must be Unicode",
     ),
     "a layout whose text is not Unicode": (
         set_images("mm_layouts", {"text": "\ud800", "token_id": 1, "num_embeds": 1}, None),
-        "a layout's text must be text",
+        "a layout's text must be Unicode",
     ),
     "a placeholder object of fractions": (
         set_first("mm_placeholders", PlaceholderRange(0.0, 16.0)),  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "placeholders that belong to nobody": (
         change_tokens(lambda tokens: [*tokens, tokens[0]]),
-        "33 placeholder tokens, but mm_placeholders cover 32",
+        "33 placeholder tokens for media, but mm_placeholders cover 32",
     ),
     "fewer placeholders": (change_tokens(lambda tokens: tokens[1:]), "not all of them are"),
     "no tokens": (change_tokens(lambda _: []), r"image\[0\]: ends at token"),

@@ -144,7 +144,7 @@ def test_who_is_not_done_in_time_is_told_so(
     assert [reply.status for reply in replies] == [*[503, 200] * 8, 503], replies
     assert all(reply.is_whole and reply.error for reply in replies), replies
     assert {reply.error["message"] for reply in replies if reply.error} == {
-        "the server is stopping"
+        "the server is stopping: try again later"
     }
     assert "Traceback" not in server.output, server.output
     check_nothing_is_left(pids, folder)

@@ -24,7 +24,7 @@ from tests.support.engine import make_llm
 
 TinyModel = Callable[[str], str]
 pytestmark = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-_DIFFERENT = "the model on its own computed something else"
+_DIFFERENT = "are not those of the model on its own"
 
 
 @pytest.fixture(autouse=True)

@@ -122,7 +122,7 @@ def _chat(arguments: argparse.Namespace) -> None:
         try:
             text = sys.stdin.read().strip()
         except UnicodeDecodeError as error:
-            raise RequestError("the question on stdin can't be decoded as text") from error
+            raise RequestError(f"the question on stdin can't be read as text: {error}") from error
         if not text:
             hint = flags.hint_at_question(arguments.words)
             raise RequestError(f"there is no question: give it as an argument or on stdin{hint}")
@@ -248,7 +248,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     params = flags.make_sampling_params(arguments)
     given = [modality for modality in flags.MEDIA_FLAGS if getattr(arguments, modality)]
     if given and len(texts) > 1:
-        raise RequestError(f"--{given[0]} goes with one prompt only, but there are several")
+        raise RequestError(f"--{given[0]} goes with one prompt only, but there are {len(texts)}")
     media = {
         modality: [flags.read_media(source) for source in getattr(arguments, modality)]
         for modality in given

@@ -93,13 +93,15 @@ class DemoServer:
         Raises a `DemoFailedError` if the server ends or is not ready in time.
         """
         if not self._is_settled.wait(_START_S):
-            raise DemoFailedError(f"the server was not ready after {_START_S:.0f} s")
+            raise DemoFailedError(
+                f"the server was not ready after {_START_S:.0f} s: `sensorium serve` shows its log"
+            )
         found = next(filter(None, map(_READY.search, self._lines)), None)
         if found is None:
             last = (
                 self._lines[-1]
                 if self._lines
-                else "the server ended before it was ready, without a message"
+                else "the server ended before it was ready, and logged nothing"
             )
             raise DemoFailedError(last.removeprefix("sensorium: "))
         return found[1]

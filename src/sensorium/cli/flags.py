@@ -168,7 +168,7 @@ def _parse_counts(text: str) -> dict[str, int]:
     matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
     if None in matches:
         raise argparse.ArgumentTypeError(
-            "this is not a list of counts: use JSON, or e.g. image=4,video=1"
+            f"{text!r} is not a list of counts: use JSON, or e.g. image=4,video=1"
         )
     return {match[1]: int(match[2]) for match in matches if match is not None}
 

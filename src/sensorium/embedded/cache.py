@@ -105,7 +105,7 @@ def _get_private_folder() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()
     except OSError as error:
-        raise ModelError(f"{folder} can't be created: {error.strerror}; {_HINT}") from error
+        raise ModelError(f"the folder {folder} can't be made: {error.strerror}; {_HINT}") from error
     is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
     if not is_private or found.st_uid != os.getuid():
         raise ModelError(f"{folder} is not used, because other users can access it; {_HINT}")
@@ -241,8 +241,8 @@ def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
     write_weights(tensors, destination / WEIGHTS)
     if not is_whole(destination, manifest.expanded):
         raise ModelError(
-            f"the files written to {str(destination)!r} do not match {MANIFEST}: the disk or this "
-            "installation of Sensorium is damaged"
+            f"the model's files in {str(destination)!r} do not match {MANIFEST}: the disk or this "
+            "installation of Sensorium is damaged. Reinstall it"
         )
 
 

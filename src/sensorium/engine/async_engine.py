@@ -181,7 +181,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         self._is_closed = True
-        self.disconnect("the server is stopping")
+        self.disconnect("the server is stopping: try again later")
         self._preparation.close()
         for task in self._tasks:
             task.cancel()
@@ -201,7 +201,7 @@ class AsyncEngine:
             await reader.wait()
             if reader.output is not None:
                 return _finish(reader.output, request_id)
-            raise reader.error or InvariantError("a caller was woken before its request had ended")
+            raise reader.error or InvariantError(f"request {request_id} ended without a result")
 
     async def stream(
         self,
@@ -313,7 +313,7 @@ class AsyncEngine:
         except SensoriumError as error:
             self._fail(request_id, error)
         except Exception as error:  # a bug; the request must not wait forever
-            logger.exception("request %s could not be sent to the core", request_id)
+            logger.exception("request %s fails: it can't be sent to the core process", request_id)
             self._fail(request_id, error)
 
     async def _perform(self, step: Step) -> object:
@@ -363,7 +363,7 @@ class AsyncEngine:
 
     def _get_client(self) -> CoreClient:
         if self._is_closed:
-            raise StoppingError("the server is stopping")
+            raise StoppingError("the server is stopping: try again later")
         if self._client is None:
             raise EngineLostError(
                 "the engine is not running: it is being started, so try again later"

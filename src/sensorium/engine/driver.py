@@ -218,7 +218,7 @@ class RequestDriver:
                     return
                 yield from self._replace_lost(current, items, frozenset(missing.mm_hashes))
             raise CapacityError(
-                "the engine loses media faster than it can be sent: try again later"
+                f"the media cache lost items of this request {_MAX_ATTEMPTS} times: try again later"
             )
         finally:
             self.release([new for new, old in zip(current, items, strict=True) if new is not old])

@@ -380,7 +380,7 @@ class _Batch:
             return RequestError(str(error))
         except Exception as error:
             # A bug fails this prompt only, not the others of the call.
-            logger.exception("prompt %d could not be started", entry.index)
+            logger.exception("prompt %d fails: it can't be prepared or started", entry.index)
             return RequestError(f"internal error: {type(error).__name__}: {error}")
         return None
 

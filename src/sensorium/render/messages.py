@@ -131,7 +131,7 @@ def _parse_arguments(arguments: object) -> Mapping[str, Any]:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise RequestError("is not valid JSON") from error
+            raise RequestError(f"is not valid JSON: {error}") from error
     if arguments is None:
         return {}
     if not isinstance(arguments, Mapping):
@@ -174,7 +174,7 @@ def parse_part(part: object) -> str | MediaItem:
         uuid = check_uuid(fields.get("uuid"))
     modality, item = _get_media(kind, fields)
     if item is None and uuid is None:
-        raise RequestError("has neither media nor a uuid of cached media")
+        raise RequestError("has neither media nor a uuid of cached media: send one of them")
     return MediaItem(path=(), modality=modality, media=item, uuid=uuid)
 
 
@@ -203,7 +203,7 @@ def _get_url(value: object) -> str | None:
     if value is None or isinstance(value, str):
         return value or None
     if not isinstance(value, Mapping):
-        raise RequestError(f"must be an object with a url, not {type(value).__name__}")
+        raise RequestError(f"must be a URL, or an object with a url, not {type(value).__name__}")
     return None if value.get("url") is None else _get_string(value, "url")
 
 

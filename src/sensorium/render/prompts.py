@@ -121,7 +121,7 @@ def _check_names(prompt: Mapping[str, Any]) -> None:
         hint = " (token ids go into 'prompt_token_ids')" if "input_ids" in unknown else ""
         raise RequestError(f"unknown prompt field(s): {', '.join(unknown)}{hint}")
     if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-        raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids'")
+        raise RequestError("a prompt needs either 'prompt' or 'prompt_token_ids', and not both")
     given = {name for name, value in prompt.items() if value is not None}
     rendered = sorted(given & (_RENDERED_KEYS - _TEXT_KEYS))
     others = sorted(given & (_TEXT_KEYS - _RENDERED_KEYS))
@@ -180,7 +180,7 @@ def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[Medi
         names = names or [None] * len(media)
         if len(names) != len(media):
             raise RequestError(
-                f"has {len(names)} uuids for {len(media)} media items",
+                f"has {len(names)} uuids for {len(media)} media items: give one for each item",
                 path=("multi_modal_uuids", modality),
             )
         for index, (entry, name) in enumerate(zip(media, names, strict=True)):
@@ -262,7 +262,7 @@ def as_params(
     for entry in params:
         if not isinstance(entry, SamplingParams):
             raise RequestError(
-                f"sampling params must be SamplingParams, not {type(entry).__name__}"
+                f"every entry of sampling params must be SamplingParams, not {type(entry).__name__}"
             )
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling params for {count} prompts: give one each")

@@ -122,7 +122,7 @@ def test_items_that_the_request_does_not_name_are_not_kept(store: PayloadStore) 
 
 def test_adding_a_request_twice_is_our_bug(store: PayloadStore) -> None:
     store.add(make_request("a", "x"), payloads("x"))
-    with pytest.raises(InvariantError, match="'a' were added twice"):
+    with pytest.raises(InvariantError, match="'a' was added twice"):
         store.add(make_request("a", "x"), payloads("x"))
 
 

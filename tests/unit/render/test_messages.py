@@ -96,7 +96,10 @@ BAD_PARTS: list[tuple[object, str]] = [
         {"type": "image_url", "image_url": {"url": 5}},
         r"messages\[0\].content\[0\].image_url.url: must be a string, not int",
     ),
-    ({"type": "image_url", "image_url": 5}, r"image_url: must be an object with a url, not int"),
+    (
+        {"type": "image_url", "image_url": 5},
+        r"image_url: must be a URL, or an object with a url, not int",
+    ),
     ({"type": "input_audio", "input_audio": "AAAA"}, r"input_audio: must be an object with data"),
     (
         {"type": "input_audio", "input_audio": {"data": "%%"}},

@@ -107,16 +107,16 @@ def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | 
     if not rounding.overall <= _MOST_ROUNDING:
         return (
             "the model's log-probabilities can't be compared: rounding alone changes them by "
-            f"{rounding.overall:.2g} in {str(dtype).removeprefix('torch.')}"
+            f"{rounding.overall:.2g} in {str(dtype).removeprefix('torch.')}; try another dtype"
         )
     least = _LEAST_ROUNDING[dtype]
     is_overall_right = ours.overall <= _OVERALL_FACTOR * max(least, rounding.overall)
     if is_overall_right and ours.worst <= _WORST_FACTOR * max(least, rounding.worst):
         return None
     return (
-        "the model on its own computed something else (log-probabilities differ by "
-        f"{ours.worst:.2g} at the worst position, rounding alone by {rounding.worst:.2g}): it has "
-        "a step between its encoders and its logits that this engine does not support"
+        "the engine's log-probabilities are not those of the model on its own (they differ by "
+        f"{ours.worst:.2g} at the worst position, rounding alone by {rounding.worst:.2g}): the "
+        "model has a step between its encoders and its logits that this engine does not support"
     )
 
 

@@ -113,7 +113,7 @@ class CoreClient:
             try:
                 self._handle(frame)
             except Exception:  # a bug; one message must not end the connection
-                logger.exception("a message from the core could not be handled")
+                logger.exception("a message from the core process can't be handled and is lost")
 
     def _handle(self, frame: bytes) -> None:
         message = messages.decode_from_core(frame)
@@ -141,4 +141,4 @@ class CoreClient:
 
 def _log_failure(sent: asyncio.Future[Any]) -> None:
     if not sent.cancelled() and sent.exception() is not None:
-        logger.error("a message to the core could not be sent: %s", sent.exception())
+        logger.error("a message to the core process could not be sent: %s", sent.exception())

@@ -161,7 +161,7 @@ class CoreLoop:
         except (RequestError, CapacityError) as error:
             return messages.Answer(request_id, refusal=make_record(error))
         except Exception as error:  # the boundary at which one request fails and others don't
-            logger.exception("request %s could not be added to the core", request_id)
+            logger.exception("request %s fails: it can't be added to the core", request_id)
             reason = f"internal error: {type(error).__name__}: {error}"
             return messages.Answer(request_id, refusal=make_record(FailedRequestError(reason)))
         if missing is None:
@@ -206,7 +206,7 @@ class CoreLoop:
         self._num_failed_steps = self._num_failed_steps + 1 if failures else 0
         if self._num_failed_steps >= _MAX_FAILED_STEPS:
             reason = failures[-1].message
-            raise InvariantError(f"{_MAX_FAILED_STEPS} steps failed in a row: {reason}")
+            raise InvariantError(f"{_MAX_FAILED_STEPS} steps of the core failed in a row: {reason}")
 
     def _send_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
         if not outputs and not self._answers:
@@ -232,7 +232,7 @@ class CoreLoop:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             logger.warning(
-                "frontend %s can't be reached: its requests are aborted",
+                "the frontend process %s can't be reached: its requests are aborted",
                 frontend.decode(errors="replace"),
             )
             self._forget_frontend(frontend)

@@ -158,8 +158,8 @@ def encode_request(request: EngineCoreRequest) -> bytes:
         return _encoder.encode(replace(request, mm_features=()))
     except (UnicodeEncodeError, OverflowError) as error:
         raise RequestError(
-            "the request can't be sent to the engine: it has half a character (a lone surrogate), "
-            "or a number beyond 64 bits"
+            "the request can't be sent to the engine: a text in it has half a character (a lone "
+            "surrogate), or a number in it has more than 64 bits"
         ) from error
 
 

@@ -58,7 +58,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
         `InvariantError` if the request was already added.
         """
         if request.request_id in self._hashes_of:
-            raise InvariantError(f"payloads of request {request.request_id!r} were added twice")
+            raise InvariantError(f"media of request {request.request_id!r} was added twice")
         hashes = tuple(dict.fromkeys(feature.mm_hash for feature in request.mm_features))
         received = self.receiver.receive(hashes, transfer)
         if isinstance(received, MissingItems):
@@ -131,7 +131,7 @@ class EngineCore:
         """
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
             raise InvariantError(
-                f"none of {len(self.scheduler.requests)} requests can be scheduled"
+                f"none of {len(self.scheduler.requests)} requests ran in {_MAX_IDLE_STEPS} steps"
             )
         scheduled = self.scheduler.schedule()
         is_idle = scheduled.is_empty and self.has_requests
@@ -145,7 +145,7 @@ class EngineCore:
             self._forget_finished(outputs)
             if not isinstance(error, Exception):
                 raise
-            logger.exception("a step of %d requests failed", len(scheduled.scheduled))
+            logger.exception("a step failed, so its %d request(s) fail", len(scheduled.scheduled))
             return outputs
         if result.mode is not None:
             self.scheduler.counters.steps[result.mode] += 1

@@ -452,8 +452,7 @@ class InputProcessor:
             limit = self._limits.get(modality)
             if limit is not None and count > limit:
                 raise RequestError(
-                    f"{count} {modality} items, but limit_mm_per_prompt allows {limit} in one "
-                    "prompt"
+                    f"there are {count} {modality} items, but limit_mm_per_prompt allows {limit}"
                 )
 
 
@@ -479,12 +478,12 @@ def _take_items(
         )
         if handle.modality != entry.feature.modality:
             raise RequestError(
-                f"its hash belongs to cached media of another kind ({handle.modality})", entry.path
+                f"its hash belongs to a cached item of modality {handle.modality}", entry.path
             )
         num_embeds = entry.feature.mm_position.get_num_embeds()
         if handle.layout is not None and handle.layout.num_embeds != num_embeds:
             raise RequestError(
-                f"its hash belongs to cached media of {handle.layout.num_embeds} embeddings, but "
+                f"its hash belongs to a cached item of {handle.layout.num_embeds} embeddings, but "
                 f"the placeholder has room for {num_embeds}",
                 entry.path,
             )

@@ -36,7 +36,7 @@ _NUM_THREADS = {
 }
 _LONG_CHARACTERS = 2**13  # tokenised in some ten milliseconds
 _MESSAGE_CHARACTERS = 16  # the least work for a message or a part, in characters
-_STOPPING = "the server is stopping"
+_STOPPING = "the server is stopping: try again later"
 
 
 class Preparation:

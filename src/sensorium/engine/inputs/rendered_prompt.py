@@ -116,7 +116,7 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
             raise RequestError(f"has {', '.join(stray)}, which is not in mm_hashes", path=(name,))
     for modality, names in hashes.items():
         if modality not in reader.processor.modalities:
-            raise RequestError(f"this model takes no {str(modality)[:50]}")
+            raise RequestError(f"this model takes no {str(modality)[:50]}, which is in mm_hashes")
         columns = [_as_column("mm_hashes", modality, names, None)]
         columns += [
             _as_column(
@@ -206,7 +206,7 @@ def _as_layout(layout: object) -> ItemLayout | None:
     text, token_id, num_embeds = layout["text"], layout["token_id"], layout["num_embeds"]
     if not _is_unicode(text) or not _is_count(token_id) or not _is_count(num_embeds):
         raise RequestError(
-            "a layout's text must be text, and its token_id and num_embeds must be integers >= 0"
+            "a layout's text must be Unicode, and its token_id and num_embeds must be integers >= 0"
         )
     return ItemLayout(text=text, token_id=token_id, num_embeds=num_embeds)
 
@@ -270,7 +270,7 @@ def _check_tokens(
     found = sum(token_id in every_id for token_id in token_ids)
     if found != expected:
         raise RequestError(
-            f"has {found} placeholder tokens, but mm_placeholders cover {expected}",
+            f"has {found} placeholder tokens for media, but mm_placeholders cover {expected}",
             path=("prompt",),
         )
 

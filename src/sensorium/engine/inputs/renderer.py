@@ -70,7 +70,7 @@ def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> 
     """
     unknown = sorted(set(options) - set(ChatKwargs.__annotations__))
     if unknown:
-        raise TypeError(f"unknown option(s): {', '.join(unknown)}")
+        raise TypeError(f"unknown option(s) of a chat: {', '.join(unknown)}")
     given = {name: value for name, value in options.items() if value is not None}
     fields: Any = {name: given.pop(name) for name in _PROMPT_FIELDS if name in given}
     given["chat_template"] = load_chat_template(options.get("chat_template"))

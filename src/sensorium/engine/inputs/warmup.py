@@ -55,7 +55,7 @@ def _warm_up_template(renderer: Renderer) -> bool:
         chat_renderer.learn(replace(plain, tools=[_TOOL]), modalities)
         chat_renderer.render([{"role": "user", "content": _WORDS}], plain)
 
-    return _try(run, "Chat template warmup failed")
+    return _try(run, "Chat template warmup failed, so conversations may be refused")
 
 
 class _PromptWarmup:
@@ -82,13 +82,13 @@ class _PromptWarmup:
             self._perceive("Multi-modal", skip_mm_cache=False)
             self._perceive("Readonly multi-modal", skip_mm_cache=True)
             loader = self._inputs.pipeline.loader
-            _try(loader.prepare, "Warmup of the fetcher for media URLs failed")
+            _try(loader.prepare, "Warmup for media URLs failed, so the first one may be slow")
 
     def _warm_up_text(self) -> None:
         try:
             self._render(self._make_prompt(None))
         except Exception:  # perhaps only conversations fail, so text is tried alone
-            logger.warning("Text warmup failed", exc_info=True)
+            logger.warning("Text warmup failed, trying it without a template", exc_info=True)
             try:
                 self._render({"prompt": _WORDS})
             except Exception as error:  # a tokenizer may raise anything
@@ -113,7 +113,7 @@ class _PromptWarmup:
         except Exception as error:  # a processor may raise anything
             logger.debug("%s warmup failed for %s", name, modality, exc_info=True)
             if self._is_worth_trying(modality, error, skip_mm_cache=skip_mm_cache):
-                logger.warning("%s warmup failed for %s: %s", name, modality, error)
+                logger.warning("%s warmup failed for %s (still allowed): %s", name, modality, error)
             else:
                 reason = f"a small {modality} could not be prepared at start: {error}"
                 self._inputs.switched_off.add(modality, reason)

@@ -55,7 +55,7 @@ class TextState(msgspec.Struct, frozen=True, array_like=True):
         is_emitted = 0 <= self.num_emitted <= len(self.text)
         is_count = 0 <= self.num_tokens <= _MAX_COUNT
         if not (is_short and is_brief and are_tokens and is_read and is_emitted and is_count):
-            raise RequestError("stream_state must be one that this server has returned")
+            raise RequestError("stream_state must be one that this server has returned, unchanged")
 
 
 class TextReader:

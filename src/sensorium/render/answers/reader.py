@@ -117,10 +117,11 @@ class AnswerReader:
         return self._buffer.take()
 
     def _take_plain_run(self, text: str, start: int) -> int:
-        """Add the characters from `start` on that belong to no tag, and return their number.
+        """Copy the plain characters from `start` on into the answer, and return their number.
 
-        They are copied as they are, which is faster than reading them one by one. If the first
-        character may belong to a tag, nothing is added and 0 is returned.
+        They are added to the part of the answer that is being read: its reasoning, its content or
+        the arguments of a tool call. This is faster than reading them one by one. If the first
+        character is not plain, because a tag may begin there, nothing is added and 0 is returned.
         """
         state = self._state
         call: CallReader | None = state.call
@@ -263,7 +264,7 @@ def read_state(
         raise RequestError(f"must be a state that this server has returned: {error}") from error
     is_call = read.section == "call"
     if is_call != (read.call is not None) or (is_call and calls is None):
-        raise RequestError("is the state of an answer in another format of reasoning or tool calls")
+        raise RequestError("is from a server with another format of reasoning or tool calls")
     if read.section == "reasoning" and reasoning is None:
-        raise RequestError("is the state of an answer in another format of reasoning or tool calls")
+        raise RequestError("is from a server with another format of reasoning or tool calls")
     return read

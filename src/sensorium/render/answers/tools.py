@@ -65,7 +65,7 @@ def _check_parameters(parameters: object) -> None:
     if parameters is None:
         return
     if not isinstance(parameters, Mapping):
-        raise RequestError("must be an object: a JSON schema")
+        raise RequestError("must be a JSON schema, which is an object")
     if parameters.get("type", "object") != "object":
         raise RequestError('must be "object", because arguments have names', path=("type",))
     if not isinstance(parameters.get("properties"), Mapping | None):
@@ -91,7 +91,7 @@ def parse_tool_choice(
         if isinstance(choice, Mapping):
             return _parse_named_choice(choice, tools)
         if not isinstance(choice, str) or choice not in CHOICES:
-            raise RequestError(f"must be one of {', '.join(CHOICES)}, or an object")
+            raise RequestError(f"must be one of {', '.join(CHOICES)}, or an object naming a tool")
         if choice == "required" and not tools:
             raise RequestError("requires a tool call, but the request has no tools")
         return choice

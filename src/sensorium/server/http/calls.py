@@ -254,7 +254,7 @@ class Call(Generic[_Generating]):
                 clock.on_end(end)
             await deltas.aclose()
         if index not in self.outputs:
-            raise InvariantError("the engine's stream ended without its final output")
+            raise InvariantError(f"the stream of prompt {index} ended without its final output")
 
     async def _merge(self) -> AsyncGenerator[_IndexedDelta, None]:
         queue: _Queue = asyncio.Queue(_MAX_WAITING * len(self.prompts))

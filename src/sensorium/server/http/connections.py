@@ -69,7 +69,7 @@ def _make_response(error: ApiError) -> bytes:
 
 _TOO_LARGE = _make_response(
     ApiError(
-        f"the headers have more than {MAX_HEAD_BYTES} bytes", status=431, code="headers_too_large"
+        f"the headers may have {MAX_HEAD_BYTES} bytes at most", status=431, code="headers_too_large"
     )
 )
 _TOO_SLOW = _make_response(
@@ -77,7 +77,7 @@ _TOO_SLOW = _make_response(
 )
 _TOO_MANY = _make_response(
     ApiError(
-        "Too many connections. Retry later.",
+        "This server has too many open connections. Retry later.",
         status=503,
         code="too_many_connections",
         headers={"retry-after": str(RETRY_AFTER_S)},

@@ -101,7 +101,7 @@ class ErrorBoundary:
             pass  # no response can be sent any more
         except asyncio.CancelledError:
             if not is_started:
-                stopping = StoppingError("the server is stopping")
+                stopping = StoppingError("the server is stopping: try again later")
                 answer = self._failures.report(stopping, scope["state"])
                 await answer.make_response()(scope, receive, send)
         except Exception as error:  # every error must get an answer

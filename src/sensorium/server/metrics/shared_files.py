@@ -271,7 +271,7 @@ async def log_load(metrics_directory: Path) -> None:
             # In a thread, because reading many files would delay the event loop.
             text = await asyncio.to_thread(line.take, time.monotonic())
         except Exception:  # a server must not end because of a line in its log
-            logger.warning("the metrics could not be read", exc_info=True)
+            logger.warning("the metrics could not be read, so no load is logged", exc_info=True)
             continue
         if text is not None:
             logger.info("%s", text)

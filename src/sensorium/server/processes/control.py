@@ -325,7 +325,7 @@ class Channel(Generic[Message]):
                 while (message := self.receive()) is not None:
                     on_message(message)
             except Exception:  # no other code would notice a failure in this thread
-                logger.exception("a message of the parent could not be handled")
+                logger.exception("a message from the parent process could not be handled; exiting")
                 on_failure()
             else:
                 on_end()
@@ -359,7 +359,7 @@ def receive_start(channel: Channel[Any], kind: type[Start]) -> Start:
         sys.exit(1)
     if not isinstance(message, kind):
         raise InvariantError(
-            f"the parent sent {type(message).__name__} first, but {kind.__name__} was expected"
+            f"the parent process first sent {type(message).__name__} instead of {kind.__name__}"
         )
     return message
 
@@ -397,7 +397,7 @@ def report_failure(channel: Channel[Any], error: BaseException) -> None:
     traceback.
     """
     if isinstance(error, InvariantError) or not isinstance(error, SensoriumError):
-        logger.error("this process can't start", exc_info=error)
+        logger.error("this process ends because of an internal error", exc_info=error)
     message = str(error)
     if not isinstance(error, SensoriumError):
         message = f"{type(error).__name__}: {error}" if message else type(error).__name__

@@ -95,7 +95,7 @@ def main() -> None:
     try:
         process.run(loop)
     except Exception:
-        logger.exception("the core has failed")
+        logger.exception("the core has failed, and its process ends")
         _end(1)
     _end(0)
 

@@ -80,7 +80,7 @@ def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
             stack.enter_context(files)
         except OSError as error:
             raise RequestError(
-                "there is no room for the server's sockets and metrics in the temporary directory "
+                "the server's sockets and metrics can't be stored in the temporary directory "
                 f"(set TMPDIR to use another one): {error.strerror or error}"
             ) from error
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -117,8 +117,8 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.close()
         reason = error.strerror or str(error)
         raise RequestError(
-            f"can't listen on {host}, port {port}: {reason} (--port sets another one; 0 means any "
-            "free port)"
+            f"the server can't listen on {host}, port {port}: {reason} (--port sets another one; 0 "
+            "means any free port)"
         ) from error
     return listener
 

@@ -65,7 +65,7 @@ from sensorium.types.errors import SensoriumError
 
 logger = logging.getLogger(__name__)
 _GRACE_S = 20.0  # for processes to end, after the time in which requests may end
-_CORE_LOST = "the engine has ended; another one is being started"
+_CORE_LOST = "the engine has ended; another one is being started: send the request again"
 # Children are fresh interpreters that don't look for modules in the current directory.
 _RUN_MODULE = (sys.executable, "-P", "-m")
 
@@ -189,7 +189,7 @@ class Supervisor:
             try:
                 end = await live(life)
             except OSError as error:  # the system has no room for a process
-                end = f"a {kind} can't be started: {error}"
+                end = f"a {kind} process can't be started: {error}"
             if self._stop.is_set():
                 return
             if not self._is_ready:
@@ -197,8 +197,8 @@ class Supervisor:
             pause_s = policy.note_end(lived_s=time.monotonic() - begun)
             if pause_s is None:
                 raise ServerFailedError(
-                    f"a {kind} was started again {policy.max_tries} times in a row and always "
-                    f"ended soon; the last time: {end}"
+                    f"a {kind} process was started again {policy.max_tries} times in a row and "
+                    f"always ended soon; the last time: {end}"
                 )
             logger.error("%s; it is started again in %.1f s", end, pause_s)
             with suppress(TimeoutError):
@@ -253,7 +253,9 @@ class Supervisor:
         if is_stalled:
             self._metrics.counter("sensorium:core_stalls_total").inc()
             limit_s = self._options.core_stall_timeout
-            logger.error("the core has made no progress for %g s", limit_s)
+            logger.error(
+                "the core has made no progress for %g s; it is killed if that goes on", limit_s
+            )
         else:
             logger.warning("the core makes progress again")
         self._inform_frontends(CoreStalled() if is_stalled else CoreResumed())

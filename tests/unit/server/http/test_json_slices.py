@@ -67,7 +67,7 @@ def test_more_values_than_can_be_taken_apart_are_refused(monkeypatch: pytest.Mon
 def test_many_values_far_down_are_refused_as_each_level_is_read_again() -> None:
     numbers = ",".join(["1"] * 60_000)
     text = f'{{"prompt":{"[" * 400}{numbers}{"]" * 400}}}'.encode()
-    with pytest.raises(RequestError, match="levels down"):
+    with pytest.raises(RequestError, match="levels deep"):
         decode_json(text)
 
 

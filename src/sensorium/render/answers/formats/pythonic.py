@@ -124,25 +124,25 @@ def _find_calls(module: ast.Module) -> Iterator[ast.Call]:
     """
     for statement in module.body:
         if not isinstance(statement, ast.Expr):
-            raise ValueError("the code must have nothing but calls")
+            raise ValueError("the code must have nothing but function calls")
         value = statement.value
         for node in value.elts if isinstance(value, ast.List) else (value,):
             if not isinstance(node, ast.Call):
-                raise ValueError("the code must have nothing but calls")
+                raise ValueError("the code must have nothing but function calls")
             is_printed = isinstance(node.func, ast.Name) and node.func.id == "print"
             inner = node.args[0] if is_printed and len(node.args) == 1 else node
             if not isinstance(inner, ast.Call):
-                raise ValueError("the code must have nothing but calls")
+                raise ValueError("the code must have nothing but function calls")
             yield inner
 
 
 def _read_call(node: ast.Call, source: str) -> tuple[str, str]:
     if node.args or not isinstance(node.func, ast.Name | ast.Attribute):
-        raise ValueError("arguments must have names")
+        raise ValueError("a tool must be called by its name, with named arguments")
     arguments = {}
     for entry in node.keywords:
         if entry.arg is None:
-            raise ValueError("arguments must have names")
+            raise ValueError("a tool must be called by its name, with named arguments")
         arguments[entry.arg] = _get_value(entry.value, source)
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False, default=_refuse)
     return ast.unparse(node.func), text
@@ -168,13 +168,13 @@ def _get_literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _get_literal(key) for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError("the keys of a JSON object must be strings")
+            raise ValueError("the keys of a dict in a tool's arguments must be strings, as in JSON")
         return dict(zip(keys, map(_get_literal, node.values), strict=True))
     return ast.literal_eval(node)
 
 
 def _refuse(value: object) -> Any:
-    raise ValueError(f"JSON has no {type(value).__name__}")
+    raise ValueError(f"JSON can't hold a value of type {type(value).__name__}")
 
 
 def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
@@ -183,7 +183,7 @@ def _write_calls(lark: Lark, tools: Tools, is_single: bool) -> str:
         name = tool["function"]["name"]
         if not all(map(_is_name, name.split("."))):
             raise RequestError(
-                "must be a Python identifier, because this model calls tools in Python",
+                "must be a Python identifier, because this model writes tool calls in Python",
                 path=("tools", index, "function", "name"),
             )
         arguments = _write_keywords(lark, tool, index)
@@ -206,8 +206,8 @@ def _write_keywords(lark: Lark, tool: Mapping[str, Any], index: int) -> str:
     for key, schema in (parameters.get("properties") or {}).items():
         if not _is_name(key):
             raise RequestError(
-                f"has {key[:100]!r}, but this model calls tools in Python, so that names of "
-                "parameters must be Python identifiers",
+                f"has {key[:100]!r}, but this model writes tool calls in Python, so that "
+                "names of parameters must be Python identifiers",
                 path=("tools", index, "function", "parameters"),
             )
         schema = {**schema, **shared} if isinstance(schema, Mapping) else schema

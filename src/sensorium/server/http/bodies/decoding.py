@@ -45,7 +45,7 @@ def decode_json(text: Buffer) -> Any:
     `msgspec.DecodeError` if it is not valid JSON.
     """
     if _count_values(text) > MAX_VALUES:
-        raise RequestError(f"the body has more than {MAX_VALUES} values")
+        raise RequestError(f"the body has more than {MAX_VALUES} values, which is the limit")
     return _decode(text, _MAX_DEPTH)
 
 
@@ -54,7 +54,7 @@ def _decode(text: Buffer, max_depth: int) -> Any:
     if kind not in (b"{", b"[") or _count_values(text) <= _MAX_VALUES_AT_ONCE:
         return msgspec.json.decode(text)
     if max_depth == 0:
-        raise RequestError(f"the body has too many values more than {_MAX_DEPTH} levels down")
+        raise RequestError(f"the body has too many values nested over {_MAX_DEPTH} levels deep")
     if kind == b"{":
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         return dict(zip(fields, _decode_all(fields.values(), max_depth - 1), strict=True))
@@ -109,7 +109,7 @@ def _is_flat(text: Buffer) -> bool:
 def _decode_flat(text: Buffer) -> list[Any]:
     inner = bytes(text).strip()
     if not inner.endswith(b"]"):
-        raise msgspec.DecodeError("Input data was truncated")
+        raise msgspec.DecodeError("a list does not end with ]")
     values: list[Any] = []
     start, end = 1, len(inner) - 1
     while start <= end:
@@ -117,7 +117,7 @@ def _decode_flat(text: Buffer) -> list[Any]:
         stop = end if stop < 0 else stop
         piece = msgspec.json.decode(b"[" + inner[start:stop] + b"]")
         if not piece:
-            raise msgspec.DecodeError("JSON is malformed: trailing comma in array")
+            raise msgspec.DecodeError("a list has a comma after its last value")
         values += piece
         start = stop + 1
     return values
@@ -153,7 +153,7 @@ def check_num_values(text: bytearray, limit: int) -> None:
     while position < end:
         count += 1
         if count > limit:
-            raise RequestError(f"the body has more than {limit} values")
+            raise RequestError(f"the body has more than {limit} values, which is the limit")
         position += _get_size(text, position)
 
 

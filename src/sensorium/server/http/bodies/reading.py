@@ -82,7 +82,7 @@ def _check_content_type(kind: str, *, takes_msgpack: bool) -> None:
 
 def _decode(body: bytearray) -> dict[str, Any]:
     if len(body) <= _SMALL_BYTES and not body.strip():
-        raise _make_json_error("the body is empty")
+        raise _make_json_error("the body is empty: send a JSON object")
     try:
         value = decode_json(body)
     except UnicodeDecodeError as error:
@@ -90,7 +90,7 @@ def _decode(body: bytearray) -> dict[str, Any]:
     except msgspec.MsgspecError as error:
         raise _make_json_error(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
-        raise _make_json_error("the body is nested too deeply") from error
+        raise _make_json_error("the JSON of the body is nested too deeply") from error
     if not isinstance(value, dict):
         raise _make_json_error(f"the body must be a JSON object, not {_name_kind(value)}")
     return value

@@ -108,8 +108,8 @@ class ChatAnswers:
         """
         if self.context.demands_call and params.structured_outputs is not None:
             raise ApiError(
-                "tool_choice requires a tool call, which can't be combined with another format of "
-                "the answer",
+                "tool_choice requires a tool call, so the answer can't have another constraint "
+                "such as response_format",
                 param="tool_choice",
             )
         return replace(params, kept_special_token_ids=self.form.kept_special_token_ids)

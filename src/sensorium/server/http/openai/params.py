@@ -137,7 +137,10 @@ def _find_path(request: GeneratingRequest) -> FieldPath | None:
     if kind is not None:
         given.insert(0, _SCHEMA if kind == "json_schema" else _FORMAT)
     if len(given) > 1:
-        raise RequestError("only one field may constrain the form of the answer", path=given[-1])
+        raise RequestError(
+            f"constrains the form of the answer, but {given[0][0]} does too: only one field may",
+            path=given[-1],
+        )
     return given[0] if given else None
 
 

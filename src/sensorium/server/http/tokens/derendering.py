@@ -262,7 +262,7 @@ class _Derender(Generic[_Wire]):
             return [()] * length
         num_lists = sum(isinstance(entry, list) for entry in given)
         if num_lists not in (0, len(given)):
-            raise RequestError("must be token ids, or lists of them", path=("prompt_token_ids",))
+            raise RequestError("must be all token ids, or all lists", path=("prompt_token_ids",))
         prompts = given if num_lists else [given]
         return [tuple(entry) for entry in _check_length(prompts, length, "prompt_token_ids")]
 
@@ -495,5 +495,5 @@ def _get_num_cached(response: WireGenerateResponse) -> int | None:
 
 def _check_length(entries: Sequence[_Entry], length: int, name: str) -> Sequence[_Entry]:
     if len(entries) != length:
-        raise RequestError(f"has {len(entries)} entries, not one for each response", path=(name,))
+        raise RequestError(f"has {len(entries)} entries for {length} response(s)", path=(name,))
     return entries

@@ -65,7 +65,7 @@ def _check_modalities(
         own, expected = given.get(modality), hashes.get(modality)
         if own is None or expected is None:
             there, lacking = ("mm_hashes", field) if own is None else (field, "mm_hashes")
-            raise RequestError(f"has no {modality[:50]!r}, but {there} has", path=(lacking,))
+            raise RequestError(f"has no {modality[:50]!r}, but {there} has it", path=(lacking,))
         if len(own) != len(expected):
             raise RequestError(
                 f"has {len(own)} entries, but mm_hashes has {len(expected)}", path=(field, modality)
@@ -89,7 +89,7 @@ def _read_ranges(entries: Sequence[WirePlaceholder], num_tokens: int) -> list[Pl
             )
         if entry.offset < previous_end:
             raise RequestError(
-                f"is {entry.offset}, but the media item before ends at {previous_end}",
+                f"is {entry.offset}, but the media item before it ends at {previous_end}",
                 path=(index, "offset"),
             )
         previous_offset, previous_end = entry.offset, end
@@ -112,7 +112,7 @@ def _read_runs(runs: Sequence[int] | None, length: int) -> Sequence[int] | None:
         raise RequestError(f"has {len(runs)} runs, which are too many for {length} positions")
     if sum(runs) != length:
         raise RequestError(
-            f"has runs of {sum(runs)} positions together, but the length is {length}"
+            f"has runs of {sum(runs)} positions together, but the placeholder's length is {length}"
         )
     if sum(runs[1::2]) == 0:
         raise RequestError("must leave at least one position for an embedding")
