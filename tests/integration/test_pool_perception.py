@@ -284,3 +284,9 @@ def test_an_engine_that_is_left_by_an_exception_leaves_nothing(
         gc.enable()
     assert num_descriptors[1] <= num_descriptors[0]
     wait_until(lambda: set(find_threads("media")) <= threads)
+
+
+def test_a_model_without_media_has_no_pool(tiny_model: TinyModel) -> None:
+    llm = make_llm(tiny_model("llama"), mm_processor_pool_size=2)
+    assert llm.perception.pool is None
+    llm.close()

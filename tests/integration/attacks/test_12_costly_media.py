@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-12")
 BOUND_S = 60.0
-NUM_FRAMES = 150  # 2.5 gigapixels: accepted, and some seconds of work
+NUM_FRAMES = 60  # 1 gigapixel: accepted, and some seconds of work
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ def build_frontend(
     loader = MediaLoader(limits)
     uuids = UuidBindings() if store is None else SharedUuidBindings(store, hasher)
     own = _get_own_options(options)
-    pool = _build_pool(loading, checkpoint, options, store, own, warm_modalities)
+    pool = _build_pool(processor, loading, checkpoint, options, store, own, warm_modalities)
     worker = ItemWorker(processor, limits, None if options.allow_larger_media else own)
     embeds = next((f.embeds for f in FAMILIES if f.model_type == hf_config.model_type), ())
 
@@ -248,6 +248,7 @@ def _get_own_options(options: MediaOptions) -> OwnOptions:
 
 
 def _build_pool(
+    processor: MultiModalProcessor,
     loading: LoadingOptions,
     checkpoint: Checkpoint,
     options: MediaOptions,
@@ -255,7 +256,7 @@ def _build_pool(
     own: OwnOptions,
     warm_modalities: Collection[str],
 ) -> ProcessPool | None:
-    if not options.mm_processor_pool_size:
+    if not options.mm_processor_pool_size or not processor.modalities:  # text needs no pool
         return None
     shm_fd = None if store is None else store.fd
     settings = PoolSettings(
