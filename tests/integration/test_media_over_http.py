@@ -382,8 +382,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("media.example", True, None),
         ("MEDIA.example.", True, None),
-        ("other.example", True, "the host's certificate can't be verified"),
-        ("media.example", False, "the host's certificate can't be verified"),
+        ("other.example", True, "the host's TLS certificate has expired, or can't be verified"),
+        ("media.example", False, "the host's TLS certificate has expired, or can't be verified"),
     ],
 )
 def test_tls_is_checked_against_the_name_and_not_the_address(

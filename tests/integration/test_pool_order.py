@@ -65,7 +65,7 @@ def test_the_deadline_counts_from_the_start_of_work(make_pool: MakePool, tmp_pat
     assert not blocker.done()
     (tmp_path / "release").touch()
     assert job.result(SOON_S).reply == b"8"
-    with pytest.raises(RequestError, match=r"in time \(0.5 seconds\)"):
+    with pytest.raises(RequestError, match=r"in time \(limit 0.5 s\)"):
         hurried.result(SOON_S)
 
 

@@ -116,7 +116,7 @@ def _check_first_step(features: Sequence[MultiModalFeatureSpec], limits: Limits)
     for mm_index, feature in enumerate(features):
         offset = feature.mm_position.offset
         if offset != 0:
-            reason = f"begins at {offset}: with an encoder-decoder model it must begin at 0"
+            reason = f"begins at token {offset}: an encoder-decoder model needs all media at 0"
             raise _make_error(features, mm_index, reason)
     num_embeds = sum({f.mm_hash: f.mm_position.get_num_embeds() for f in features}.values())
     if num_embeds > limits.encoder_cache_size:
@@ -134,13 +134,13 @@ def _check_places(features: Sequence[MultiModalFeatureSpec], num_tokens: int) ->
         position = feature.mm_position
         reason = None
         if position.length == 0:
-            reason = "has no placeholder tokens in the prompt"
+            reason = "has no placeholder tokens in the prompt: it needs at least one"
         elif position.offset < previous_end:
             reason = (
                 f"begins at token {position.offset}, but the previous item ends at {previous_end}"
             )
         elif position.end > num_tokens:
-            reason = f"ends at {position.end}, but the prompt has only {num_tokens} tokens"
+            reason = f"ends at token {position.end}, but the prompt has only {num_tokens} tokens"
         if reason is not None:
             raise _make_error(features, mm_index, reason)
         previous_end = position.end

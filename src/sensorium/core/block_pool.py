@@ -44,7 +44,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise InvariantError(f"a block pool needs at least 2 blocks, not {num_blocks}")
+            raise InvariantError(f"a pool of KV cache blocks needs at least 2, not {num_blocks}")
         self.num_blocks = num_blocks
         self._num_refs = [0] * num_blocks
         self._name_of: list[bytes | None] = [None] * num_blocks
@@ -76,7 +76,7 @@ class BlockPool:
         if fewer than `count` blocks are free.
         """
         if count > len(self._free):
-            raise InvariantError(f"{count} blocks are needed, but only {len(self._free)} are free")
+            raise InvariantError(f"{count} KV blocks are needed, but {len(self._free)} are free")
         return [self._allocate_one() for _ in range(count)]
 
     def _allocate_one(self) -> int:
@@ -105,7 +105,7 @@ class BlockPool:
             if block_id == NULL_BLOCK:
                 continue
             if self._num_refs[block_id] <= 0:
-                raise InvariantError(f"block {block_id} was released more often than acquired")
+                raise InvariantError(f"KV block {block_id} was released more often than acquired")
             self._num_refs[block_id] -= 1
             self.num_releases += 1
             if self._num_refs[block_id] == 0:
@@ -121,7 +121,7 @@ class BlockPool:
         reference.
         """
         if self._num_refs[block_id] <= 0:
-            raise InvariantError(f"block {block_id} is registered although it has no reference")
+            raise InvariantError(f"KV block {block_id} is cached, but no request refers to it")
         if self._name_of[block_id] is None and name not in self._block_of:
             self._name_of[block_id] = name
             self._block_of[name] = block_id

@@ -136,7 +136,7 @@ class EncoderCacheManager:
         num_embeds = request.mm_features[mm_index].mm_position.get_num_embeds()
         if key in self._entries or not self.can_allocate(num_embeds):
             raise InvariantError(
-                f"encoder entry {key} is in the cache already, or too large for it"
+                f"encoder output {key} is in the encoder cache already, or does not fit into it"
             )
         while self._num_free < num_embeds:
             self._evict_oldest()
@@ -167,7 +167,7 @@ class EncoderCacheManager:
         if entry is None:
             return set()
         if entry.is_computed:
-            raise InvariantError(f"encoder entry {key} is computed and can't be discarded")
+            raise InvariantError(f"encoder output {key} is computed, and can't be discarded")
         del self._entries[key]
         self._num_free += entry.num_embeds
         self.num_releases += 1

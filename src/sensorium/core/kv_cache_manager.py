@@ -148,7 +148,7 @@ class KVCacheManager:
         for index in range(first, num_tokens // self.block_size):
             block_id = pool.get_cached(request.block_hash(index))
             if block_id is None:
-                raise InvariantError(f"block {index} of a cached prefix is not in the cache")
+                raise InvariantError(f"KV block {index} of a cached prefix is not in the cache")
             blocks.append(block_id)
         return blocks
 

@@ -151,14 +151,14 @@ class GrammarCompiler:
         except RequestError as error:
             return copy.copy(error)  # without its causes, which hold frames and their values
         except UnicodeEncodeError:
-            return RequestError("contains an unpaired surrogate, which is not a character", path)
+            return RequestError("has an unpaired surrogate (U+D800 to U+DFFF): remove it", path)
         matcher = Matcher(LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS))
         if matcher.error is not None:
             return RequestError(matcher.error, path)
         if (reason := self._try(matcher.copy())) is not None:
             return RequestError(reason, path)
         if time.thread_time() - began > MAX_COMPILE_S:
-            return RequestError("takes too long to compile: make it simpler", path)
+            return RequestError(f"takes over {MAX_COMPILE_S:g} s to compile: make it simpler", path)
         return matcher
 
     def _try(self, matcher: Matcher) -> str | None:

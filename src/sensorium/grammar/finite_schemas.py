@@ -224,7 +224,8 @@ def _get_count(schema: Mapping[str, Any], key: str) -> int:
 def _bound_range(schema: dict[str, Any], most: int) -> None:
     """Set the missing bounds of a number in `schema`, in place.
 
-    A missing bound is set `most` away from zero, or from the other bound if that is further out.
+    A missing minimum becomes `-most`, or `maximum - most` if the maximum is negative. A missing
+    maximum becomes `most`, or `minimum + most` if the minimum is positive.
     """
     low = _get_bound(schema, "minimum", "exclusiveMinimum")
     high = _get_bound(schema, "maximum", "exclusiveMaximum")

@@ -27,7 +27,7 @@ def make_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]
             return _make_fast(tokenizer, vocab_size, eos_token_ids)
         if type(tokenizer).__name__ == "MistralCommonBackend":
             return _make_mistral(tokenizer, vocab_size, eos_token_ids)
-        raise ValueError("it is not a fast tokenizer of Transformers")
+        raise ValueError("it is neither a fast tokenizer of Transformers nor Mistral's")
     except ValueError as error:
         raise RequestError(
             f"can't be used with this model's tokenizer: {error}", path=("structured_outputs",)

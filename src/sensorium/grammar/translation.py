@@ -48,7 +48,7 @@ def prepare_schema(schema: Schema, max_string_length: int | None) -> Schema:
         closed = close_objects(schema)
         return closed if max_string_length is None else make_finite(closed, max_string_length)
     except RecursionError as error:
-        raise RequestError("is nested too deeply: use fewer levels", path=_JSON) from error
+        raise RequestError("is nested too deeply: use fewer than 100 levels", path=_JSON) from error
 
 
 def make_grammar_after(
@@ -104,7 +104,7 @@ def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) 
         _check_patterns(schema)
         schema = {**prepare_schema(schema, max_string_length), "x-guidance": own}
     elif schema is not False:
-        raise RequestError("must be an object, or true or false", path=_JSON)
+        raise RequestError("must be a JSON schema: an object, true or false", path=_JSON)
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as error:
@@ -150,7 +150,7 @@ def _quote(text: str) -> str:
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise RequestError(
-            "contains an unpaired surrogate, which is not a character",
+            "has an unpaired surrogate (U+D800 to U+DFFF): remove it",
             path=("structured_outputs", "choice"),
         )
     return json.dumps(text, ensure_ascii=False)
@@ -166,4 +166,4 @@ def _translate_gbnf(text: str) -> str:
     try:
         return str(gbnf_to_lark(text))
     except Exception as error:  # for a missing rule it raises a plain `Exception`
-        raise RequestError(f"is not GBNF: {error}", path=_GRAMMAR) from error
+        raise RequestError(f"is not Lark, and not GBNF: {error}", path=_GRAMMAR) from error

@@ -75,7 +75,7 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        raise ModelError(f"unknown device {device!r}: use auto, cpu or cuda")
+        raise ModelError(f"unknown device {device!r}: use auto, cpu, cuda or cuda:N")
     resolved = torch.device(device)
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device!r} can't be used: torch finds no CUDA device")

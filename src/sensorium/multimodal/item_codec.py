@@ -82,7 +82,7 @@ class PrecomputedEmbeds:
         tensor = self.tensor
         is_plain = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
         if not is_plain or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
-            raise RequestError("embeddings must be a plain tensor that holds its values")
+            raise RequestError("embeddings must be a plain tensor: dense, not quantized or meta")
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise RequestError(
                 f"embeddings must be 16-, 32- or 64-bit floating-point numbers, not {tensor.dtype}"
@@ -183,7 +183,7 @@ def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, t
     specs = _decode_header(header)
     if len(specs) != len(frames):
         raise RequestError(
-            f"a media item has {len(specs)} tensors, but came in {len(frames)} frames"
+            f"a media item has {len(specs)} tensors, but came in {len(frames)} parts of a message"
         )
     return {
         spec.name: _decode_tensor(replace(spec, offset=0), frame)
@@ -212,7 +212,7 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
     item = _decode_wire(data, "the data is not a processed media item in msgpack")
     if len(item.tensors) > _MAX_TENSORS:
         raise RequestError(
-            f"the item has {len(item.tensors)} tensors, but may have {_MAX_TENSORS} at most"
+            f"the media item has {len(item.tensors)} tensors, but may have {_MAX_TENSORS} at most"
         )
     tensors = {name: _copy_tensor(name, tensor) for name, tensor in item.tensors.items()}
     for name, tensor in tensors.items():
@@ -268,7 +268,7 @@ def _decode_header(header: bytes) -> tuple[_TensorSpec, ...]:
     try:
         return _header_decoder.decode(header)
     except msgspec.MsgspecError as error:
-        raise RequestError(f"the header of the tensors can't be decoded: {error}") from error
+        raise RequestError(f"the list of an item's tensors can't be decoded: {error}") from error
 
 
 def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
@@ -279,7 +279,9 @@ def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
     """
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        raise RequestError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
+        raise RequestError(
+            f"tensor {spec.name!r} has unknown dtype {spec.dtype!r} (known: {', '.join(_DTYPES)})"
+        )
     if len(spec.shape) > _MAX_DIMENSIONS:
         raise RequestError(
             f"tensor {spec.name!r} has {len(spec.shape)} dimensions, but may have "
@@ -292,7 +294,7 @@ def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
     count = prod(spec.shape)
     end = spec.offset + count * dtype.itemsize
     if spec.offset < 0 or spec.offset % ALIGNMENT or end > len(block):
-        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape} is not inside its block")
+        raise RequestError(f"tensor {spec.name!r} of shape {spec.shape} does not fit its data")
     if count == 0:
         return torch.empty(spec.shape, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=count, offset=spec.offset).reshape(spec.shape)

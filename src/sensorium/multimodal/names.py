@@ -176,7 +176,7 @@ def _update_scalar(digest: Any, value: object) -> None:
     elif value is None or isinstance(value, bool | int | float):
         plain = value if value is None or isinstance(value, bool) else _as_plain(value)
         if isinstance(plain, int) and plain.bit_length() > _MAX_BITS:
-            raise RequestError("media options can't hold a whole number this large")
+            raise RequestError(f"media options can't hold whole numbers above {_MAX_BITS} bits")
         _frame(digest, type(plain).__name__.encode(), repr(plain).encode())
     else:
         raise RequestError(f"media options can't hold a value of the type {type(value).__name__}")

@@ -379,7 +379,7 @@ class _ItemCall:
 
     def get_result(self) -> PerceivedItem:
         if self._handle is None:
-            raise InvariantError(f"{format_path(self.item.path)} has no handle")
+            raise InvariantError(f"media item {format_path(self.item.path)} is not processed yet")
         origin = self.item if self.source is None else replace(self.item, media=self.source)
         return PerceivedItem(
             handle=self._handle,
@@ -392,5 +392,5 @@ class _ItemCall:
 
     def _get_job(self) -> ItemJob:
         if self._job is None:
-            raise InvariantError(f"{format_path(self.item.path)} has no name yet")
+            raise InvariantError(f"media item {format_path(self.item.path)} has no hash yet")
         return self._job

@@ -271,6 +271,6 @@ def _get_layout(item: LaidOutItem) -> ItemLayout:
 def _check_no_placeholder(token_ids: Sequence[int], placeholder_ids: set[int]) -> None:
     if placeholder_ids.intersection(token_ids):
         raise RequestError(
-            "the prompt holds a media placeholder token that belongs to no media item",
+            "the prompt holds a media placeholder token that belongs to no media item: remove it",
             path=("prompt",),
         )

@@ -199,7 +199,7 @@ class Waiter(Generic[K, V]):
                 again = self._flights.join(self._key, self._start)
                 self._entry, self.is_leader = again._entry, again.is_leader
             if self._entry is None:
-                raise InvariantError("a caller that has left a flight asks for its result")
+                raise InvariantError("a caller asks for shared work (a flight) that it has left")
             outcome = self._entry.outcome
             _wait(outcome, cancelled, deadline)
             if not outcome.cancelled():

@@ -43,7 +43,7 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise RequestError(
                 "exactly one of json, json_object, regex, choice and grammar is needed, not "
-                f"{', '.join(given) or 'none'}",
+                f"{', '.join(given) or 'none of them'}",
                 path=_PATH,
             )
         self._check_types()

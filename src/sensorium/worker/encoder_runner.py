@@ -116,7 +116,7 @@ class EncoderRunner:
         verdicts = torch.stack([verdict for *_, verdict in encoded]).tolist() if encoded else []
         for (batch, embeds, _), is_finite in zip(encoded, verdicts, strict=True):
             if not is_finite:
-                failed.append((batch, "its embeddings are not finite numbers"))
+                failed.append((batch, "some of its embeddings are not finite: NaN or infinite"))
                 continue
             for job, item in zip(batch, embeds, strict=True):
                 self._cache.add(job.key, item)
@@ -156,7 +156,7 @@ class EncoderRunner:
         """
         if len(embeds) != num_expected:
             raise RequestError(
-                f"{len(embeds)} embeddings for a placeholder of {num_expected} tokens"
+                f"{len(embeds)} embeddings came for a placeholder of {num_expected} tokens"
             )
         return self._adapter.to_model(embeds.clone())
 

@@ -50,7 +50,10 @@ class StepMasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The requests with a grammar that are complete or have failed after the tokens of a step."""
+    """The requests of a step with a grammar that is now complete or has failed.
+
+    A grammar is complete if the output matches it fully. It has failed if it refused a token.
+    """
 
     completed_ids: frozenset[str] = frozenset()  # requests with grammars that allow no more tokens
     failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
@@ -230,7 +233,7 @@ class GrammarMasks:
         except RequestError as error:
             entry.failure = copy.copy(error)  # the error itself holds this frame, and so the entry
         except Exception as error:  # fails this request alone: a tokenizer that can't be loaded
-            logger.exception("a grammar could not be compiled")
+            logger.exception("the grammar of a request could not be compiled: the request fails")
             entry.failure = RequestError(str(error), path=_PATH)
         entry.is_ready = True
 
@@ -243,7 +246,7 @@ class GrammarMasks:
             try:
                 self._fill(entry)
             except Exception as error:  # fails this request alone
-                logger.exception("the mask of the tokens that a grammar allows could not be filled")
+                logger.exception("a request fails: the token mask of its grammar was not computed")
                 entry.failure = _make_error(entry, str(error))
             entry.is_ready = True
 
@@ -264,7 +267,7 @@ class GrammarMasks:
 
 def _get_matcher(entry: _Entry) -> Matcher:
     if entry.matcher is None:
-        raise RequestError("a token was chosen before the grammar was compiled", path=_PATH)
+        raise RequestError("the grammar is used before it is compiled", path=_PATH)
     return entry.matcher
 
 

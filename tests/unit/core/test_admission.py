@@ -60,7 +60,7 @@ def make(
         ),
         (
             make(9, PlaceholderRange(6, 4)),
-            "image item 0 ends at 10, but the prompt has only 9 tokens",
+            "image item 0 ends at token 10, but the prompt has only 9 tokens",
         ),
     ],
 )
@@ -106,7 +106,7 @@ def test_encoder_decoder_items_lie_outside_the_prompt() -> None:
     limits = replace(LIMITS, is_encoder_decoder=True)
     check_request(make(2, PlaceholderRange(0, 6)), limits)
     with pytest.raises(
-        RequestError, match="image item 0 begins at 1: with an encoder-decoder model"
+        RequestError, match="image item 0 begins at token 1: an encoder-decoder model"
     ):
         check_request(make(2, PlaceholderRange(1, 6)), limits)
 

@@ -131,7 +131,7 @@ def test_a_token_that_is_not_allowed_is_an_error_that_stays(language: Language) 
         (StructuredOutputsParams(json={"type": "array", "contains": {}}), "json", "contains"),
         (StructuredOutputsParams(json=False), "json", "Unsatisfiable"),
         (StructuredOutputsParams(json="[1"), "json", "not JSON"),
-        (StructuredOutputsParams(json="3"), "json", "must be an object"),
+        (StructuredOutputsParams(json="3"), "json", "an object, true or false"),
         (StructuredOutputsParams(json={"x-guidance": 3}), "json", "x-guidance"),
         (StructuredOutputsParams(regex="(?=a)b"), "regex", "look-around"),
         (StructuredOutputsParams(regex=r"[^\s\S]"), "regex", "can't be met"),
@@ -254,5 +254,5 @@ def test_expressions_are_short_wherever_they_stand(language: Language) -> None:
         {"type": "object", "patternProperties": {long: {"type": "integer"}}},
         {"anyOf": [{"type": "string", "pattern": "a?" * 2500}] * 2},
     ):
-        with pytest.raises(RequestError, match=r"patterns of \d+ characters; at most 8192"):
+        with pytest.raises(RequestError, match=r"patterns of \d+ characters in all; at most 8192"):
             language.compiler.compile(StructuredOutputsParams(json=schema))

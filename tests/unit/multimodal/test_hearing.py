@@ -81,7 +81,7 @@ def test_processor_without_a_number_for_its_window_is_seen_through_all_the_same(
     monkeypatch.setattr(Hearing, "_iter_candidates", lambda _: iter(()))
     worker = ItemWorker(processor_of("qwen2_audio"), MediaLimits())
     assert listen(worker, 3.0).layout is not None
-    with pytest.raises(RequestError, match=r"3.2 s long; this model does not take it to its end"):
+    with pytest.raises(RequestError, match=r"3.2 s long; this model would cut off its end"):
         listen(worker, 3.2)
     assert listen(worker, 2.9).layout is not None
 

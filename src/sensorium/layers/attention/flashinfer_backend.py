@@ -102,7 +102,7 @@ class FlashInferAttention(InPlaceAttention):
             return obstacle
         for layer in layers:
             if layer.key_dim not in _HEAD_DIMS:
-                return f"its head sizes are {', '.join(map(str, _HEAD_DIMS))}, not {layer.key_dim}"
+                return f"head sizes may be {', '.join(map(str, _HEAD_DIMS))}, not {layer.key_dim}"
         is_installed = importlib.util.find_spec("flashinfer") is not None
         return None if is_installed else "flashinfer is not installed"
 

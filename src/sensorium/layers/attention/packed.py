@@ -169,7 +169,7 @@ def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> s
     if (obstacle := find_common_obstacle((), dtype, device)) is not None:
         return obstacle
     if head_dim > _MAX_HEAD_DIM:
-        return f"its head sizes are at most {_MAX_HEAD_DIM}, not {head_dim}"
+        return f"head sizes may be at most {_MAX_HEAD_DIM}, not {head_dim}"
     try:
         return _try_varlen(device, dtype, head_dim)
     except Exception as error:

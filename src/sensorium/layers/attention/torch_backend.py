@@ -276,7 +276,7 @@ class InPlaceAttention(TorchPagedAttention):
         scaling: float | None,
     ) -> torch.Tensor:
         if self._layout is None:
-            raise InvariantError("attend() was called before prepare()")
+            raise InvariantError("attend() was called before prepare(), which must begin each step")
         if self._layout.attend_until is not None:
             return super().attend(cache, query, key, value, scaling=scaling)
         if not cache.is_shared:

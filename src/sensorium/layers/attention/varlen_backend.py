@@ -73,7 +73,7 @@ class VarlenAttention(InPlaceAttention):
         for layer in layers:
             if layer.key_dim > _MAX_HEAD_DIM or layer.key_dim % 8:
                 return (
-                    f"its head sizes are multiples of 8 up to {_MAX_HEAD_DIM}, not {layer.key_dim}"
+                    f"head sizes may be multiples of 8 up to {_MAX_HEAD_DIM}, not {layer.key_dim}"
                 )
         if _find_function() is None:
             return f"the varlen_attn of torch {torch.__version__} takes no block_table"

@@ -172,7 +172,7 @@ def _align(module: nn.Module, linears: Sequence[nn.Linear], width: int) -> bool:
         return True
     reason = "it can't be run" if distance == math.inf else f"its results are off by {distance:.3g}"
     logger.warning(
-        "%s keeps its width of %d: when padded, %s", type(module).__name__, width, reason
+        "%s keeps its slower width of %d: when padded, %s", type(module).__name__, width, reason
     )
     for linear, own_weight, own_bias in old:
         linear.weight, linear.bias = own_weight, own_bias

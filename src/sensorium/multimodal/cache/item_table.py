@@ -81,7 +81,7 @@ class ByteLru:
         already, or if `can_add` returns False.
         """
         if entry.mm_hash in self._entries or not self.can_add(entry.num_bytes):
-            raise InvariantError(f"{entry.mm_hash} is kept already, or does not fit")
+            raise InvariantError(f"media item {entry.mm_hash} is cached already, or does not fit")
         victims = []
         # It ends: what has no pin is enough, by `can_add`.
         while self.num_bytes > self.capacity_bytes - entry.num_bytes:
@@ -109,7 +109,7 @@ class ByteLru:
         `InvariantError` if the entry has no pin.
         """
         if not entry.num_pins:
-            raise InvariantError(f"{entry.mm_hash} has no pin to lose")
+            raise InvariantError(f"media item {entry.mm_hash} is unpinned, but has no pin")
         entry.num_pins -= 1
         if not entry.num_pins and entry in self:
             self._evictable[entry.mm_hash] = None
@@ -149,7 +149,7 @@ class ItemTable:
         self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
     ) -> ItemHandle | None:
         if item is not None and item.mm_hash != mm_hash:
-            raise InvariantError(f"item {item.mm_hash} was given for {mm_hash}")
+            raise InvariantError(f"media item {item.mm_hash} was given as {mm_hash}")
         with self._lock:
             entry = self._find(mm_hash, needs_layout)
             is_hit = entry is not None
@@ -177,7 +177,7 @@ class ItemTable:
             for handle in handles:
                 entry = self._held.pop(handle, None)
                 if entry is None:
-                    raise InvariantError(f"a handle of {handle.mm_hash} was released twice")
+                    raise InvariantError(f"media item {handle.mm_hash} was released twice")
                 self._lru.unpin(entry)
 
     def clear_cache(self) -> None:
@@ -208,7 +208,7 @@ class ItemTable:
         there is room.
         """
         if any(handle not in self._held for handle in handles):
-            raise InvariantError("a handle was released before its item was sent")
+            raise InvariantError("a handle was released before its media item was sent")
         # All pins first: keeping one item again must not evict another of the same request.
         for handle in handles:
             self._pin_kept(handle)

@@ -190,7 +190,7 @@ class MirrorReceiver:
 
     def _apply(self, update: MirrorUpdate, payloads: dict[str, MultiModalKwargsItem]) -> None:
         if not payloads.keys() >= set(update.inserts):
-            raise InvariantError("an update inserts items that did not come with it")
+            raise InvariantError("a cache update names new media items that did not come with it")
         for mm_hash in update.evictions:
             self._drop(mm_hash)
         self._counts.num_evictions += len(update.evictions)
@@ -210,7 +210,7 @@ class MirrorReceiver:
 
 def _as_tensors(mm_hash: str, payload: MultiModalKwargsItem | ShmReference) -> MultiModalKwargsItem:
     if isinstance(payload, ShmReference):
-        raise InvariantError(f"{mm_hash} came as a reference to shared memory")
+        raise InvariantError(f"media item {mm_hash} came as a reference, not as tensors")
     return payload
 
 

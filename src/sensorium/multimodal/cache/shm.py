@@ -77,7 +77,7 @@ class ShmSender:
             return None
         if item.mm_hash != mm_hash:
             self._store.release(reference)
-            raise InvariantError(f"{reference} is {item.mm_hash}, not {mm_hash}")
+            raise InvariantError(f"{reference} is media item {item.mm_hash}, not {mm_hash}")
         self._count(is_hit=False)
         self._missing.remove(mm_hash)
         return item
@@ -218,7 +218,7 @@ class ShmReceiver:
         for mm_hash in dict.fromkeys(mm_hashes):
             held = self._held.get(mm_hash)
             if held is None:
-                raise InvariantError(f"{mm_hash} is released more often than received")
+                raise InvariantError(f"media item {mm_hash} is released more often than received")
             held.num_requests -= 1
             if not held.num_requests:
                 del self._held[mm_hash]
@@ -260,7 +260,7 @@ class ShmReceiver:
 def _get_payload(handle: ItemHandle) -> Payload:
     payload = handle.reference if handle.kwargs is None else handle.kwargs
     if payload is None:
-        raise InvariantError(f"the handle of {handle.mm_hash} carries nothing")
+        raise InvariantError(f"media item {handle.mm_hash} has neither tensors nor a reference")
     return payload
 
 

@@ -106,7 +106,7 @@ class ShmSegment:
         self._thread_lock.acquire()
         try:
             if self._is_closed:
-                raise InvariantError("the shared memory is closed")
+                raise InvariantError("the shared memory of the media cache is closed")
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
         except BaseException:
             self._thread_lock.release()
@@ -130,7 +130,7 @@ class ShmSegment:
                 continue
             return member
         raise CapacityError(
-            f"the shared memory has {max_members} members (processes) already, and takes no more"
+            f"the shared-memory media cache has {max_members} processes already, and takes no more"
         )
 
     def is_member(self, member: int) -> bool:
@@ -210,7 +210,7 @@ class ShmIndex:
     def __init__(self, buffer: memoryview) -> None:
         header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
         if header[_Field.MAGIC] != _MAGIC:
-            raise InvariantError("the inherited descriptor is not a shared-memory store")
+            raise InvariantError("the inherited file descriptor is not a shared-memory media cache")
         self._header: Words = header
         self.num_slots = int(header[_Field.NUM_SLOTS])
         self.capacity_bytes = int(header[_Field.CAPACITY])
@@ -279,9 +279,9 @@ class ShmIndex:
                     yield word * _WORD_BITS + bit
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of all processes together, with 0 queries and hits.
+        """Return the counts of items, bytes, evictions and oversized items, and the capacity.
 
-        Each process counts its own queries and hits.
+        They are those of all processes. Queries and hits are 0: each process counts its own.
         """
         ready = self._states == SlotState.READY
         return CacheStatistics(

@@ -179,7 +179,7 @@ class ShmStore:
         """
         with self._segment:
             if not self._num_leases[reference]:
-                raise InvariantError(f"{reference} is released more often than leased")
+                raise InvariantError(f"media item {reference} is released more often than leased")
             self._num_leases[reference] -= 1
             if not self._num_leases[reference]:
                 del self._num_leases[reference]
@@ -220,7 +220,11 @@ class ShmStore:
             self._index.clear()
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of all processes together, with 0 queries and hits."""
+        """Return the counts of items, bytes, evictions and oversized items, and the capacity.
+
+        They are those of all processes together. The queries and hits are 0, because each process
+        counts its own.
+        """
         with self._segment:
             return self._index.statistics()
 
@@ -251,7 +255,7 @@ class ShmStore:
         """
         with self._writers:
             if self._is_closed:
-                raise InvariantError("the shared-memory store is closed")
+                raise InvariantError("the shared-memory store of media items is closed")
             self._num_writers += 1
         try:
             yield
@@ -347,7 +351,7 @@ class ShmStore:
     def _read(self, reference: ShmReference) -> tuple[_Metadata, memoryview]:
         """Return the metadata of a leased media item, and the block of memory with its tensors."""
         if not self._num_leases[reference]:
-            raise InvariantError(f"{reference} is not leased here")
+            raise InvariantError(f"media item {reference} is read without a lease on it")
         block, metadata = self._get_views(reference.slot)
         return _decoder.decode(metadata), block
 

@@ -43,7 +43,7 @@ def resolve_decode_options(
     options = given.get(modality)
     with at("media_io_kwargs", modality):
         if not isinstance(options, Mapping | None):
-            raise RequestError(f"must map names to values, not {options!r:.100}")
+            raise RequestError(f"must map names of options to values, not {options!r:.100}")
         checks = _CHECKS[modality]
         resolved: DecodeOptions = {"version": _VERSION, **dict.fromkeys(checks)}
         for name, value in (options or {}).items():

@@ -93,7 +93,7 @@ class CostlyItemError(SensoriumError):
 
     def __init__(self, cost_s: float) -> None:
         super().__init__(
-            f"decoding takes about {cost_s:.1f} s of work, which is too much for this attempt"
+            f"the media item takes about {cost_s:.1f} s of work, and must be run as a long job"
         )
         self.cost_s = cost_s
 
@@ -216,7 +216,7 @@ def get_first_stream(streams: Sequence[S], missing: str) -> S:
         raise RequestError(missing)
     stream = streams[0]
     if stream.codec_context is None:
-        raise RequestError("this server has no decoder for the codec of this file")
+        raise RequestError("this server has no decoder for the codec of this file: convert it")
     stream.codec_context.thread_count = 1  # processes decode several files at once
     return stream
 

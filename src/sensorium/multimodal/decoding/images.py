@@ -327,7 +327,7 @@ def _find_white(mode: str, values: npt.NDArray[Any]) -> int:
     least, most = float(values.min()), float(values.max())
     if not (least >= 0 and most <= 65535):  # NaN is refused, too
         raise RequestError(
-            "its grey values are not between 0 and 65535: convert the image to 8 or 16 bits"
+            "the image's grey values are not between 0 and 65535: convert it to 8 or 16 bits"
         )
     if mode == "F" and most <= 1:
         return 1

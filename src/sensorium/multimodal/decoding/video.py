@@ -163,7 +163,7 @@ def decode_video(
         metadata = make_metadata(
             num_decoded, metadata["fps"], metadata["width"], metadata["height"]
         )
-    raise RequestError("no frame of this video can be decoded")
+    raise RequestError("no frame of this video can be decoded: the file may be damaged")
 
 
 def _read_metadata(data: bytes, limits: MediaLimits, budget: WorkBudget) -> Metadata:
@@ -200,7 +200,7 @@ def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimit
     total = metadata["total_num_frames"]
     if not indices or indices != sorted(indices) or indices[0] < 0 or indices[-1] >= total:
         raise InvariantError(
-            f"frames chosen of {total} must be in rising order and exist, not {indices[:8]}"
+            f"the frames chosen of {total} must exist and be in rising order, not {indices[:8]}"
         )
     check_num_frames(len(indices), metadata["width"], metadata["height"], limits)
     return indices

@@ -46,18 +46,18 @@ def canonical_host(host: str) -> str:
     """
     if ":" in host:
         if "%" in host:
-            raise ValueError("an address with a zone has a meaning on this machine only")
+            raise ValueError("an IPv6 address with a zone (%) has a meaning on this machine only")
         return str(ipaddress.IPv6Address(host))
     host = host.lower().removesuffix(".")
     if not _NAME.fullmatch(host):
-        raise ValueError("not a host name")
+        raise ValueError(f"{host!r} is not a host name")
     # As in browsers, a name that ends in a number is an address or an error.
     if not _NUMBER.fullmatch(host.rpartition(".")[2]):
         return host
     try:
         return socket.inet_ntoa(socket.inet_aton(host))
     except OSError:
-        raise ValueError("not an IPv4 address") from None
+        raise ValueError(f"{host!r} is not an IPv4 address") from None
 
 
 class AllowedDomains:
@@ -379,7 +379,7 @@ def check_content_type(headers: Headers, modality: str) -> None:
     allowed = _TYPES_BY_MODALITY[modality] | _ANY_MODALITY
     if content_type and not {content_type, content_type.partition("/")[0]} & allowed:
         raise RefusedMediaError(
-            f"the content type of the response does not belong to {modality} media", "content_type"
+            f"the content type of the host's response is not that of {modality}", "content_type"
         )
 
 
@@ -391,7 +391,7 @@ def check_before_body(headers: Headers, max_bytes: int) -> None:
     """
     if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
         raise RefusedMediaError(
-            "the response is compressed, which is not supported", "content_encoding"
+            "the host's response is compressed, which is not supported", "content_encoding"
         )
     # httpcore accepts only plain digits here, 20 at most.
     refuse_above(max_bytes, int(headers.get("content-length", "0")))
@@ -412,5 +412,5 @@ async def read_body(chunks: AsyncIterable[bytes], max_bytes: int, held: RequestB
         body.write(chunk)
         held.add(len(chunk))
         if num_chunks > _MIN_CHUNKS + body.tell() // _MIN_CHUNK_BYTES:
-            raise RefusedMediaError("the response comes in too many too small pieces", "protocol")
+            raise RefusedMediaError("the host sends too many tiny chunks", "protocol")
     return body.getvalue()

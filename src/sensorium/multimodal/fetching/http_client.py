@@ -182,8 +182,10 @@ class PinnedStream(httpcore.AsyncNetworkStream):
         except (httpcore.ConnectError, OSError, ValueError) as error:
             # ValueError: a name that TLS can't carry.
             if isinstance(error.__cause__, ssl.SSLCertVerificationError):
-                raise RefusedMediaError("the host's certificate can't be verified", "tls") from None
-            raise RefusedMediaError("no TLS connection to the host could be made", "tls") from None
+                raise RefusedMediaError(
+                    "the host's TLS certificate has expired, or can't be verified", "tls"
+                ) from None
+            raise RefusedMediaError("the TLS handshake with the host failed", "tls") from None
         return PinnedStream(encrypted)
 
     async def aclose(self) -> None:
@@ -229,7 +231,7 @@ class HttpClient:
         for _ in range(self.limits.max_redirects + 1):
             if not self.domains.has(url.raw_host.decode("ascii")):
                 raise RefusedMediaError(
-                    "the URL leads to a domain that is not among the allowed media domains",
+                    "the URL leads to a domain that is not in allowed_media_domains",
                     "domain",
                 )
             found = await self._ask(url, modality, fetch)
@@ -297,7 +299,7 @@ class HttpClient:
             raise RefusedMediaError("the connection to the host broke", "connection") from None
         except httpcore.ProtocolError:
             raise RefusedMediaError(
-                "the response is not complete, valid HTTP", "protocol"
+                "the host's response is not complete, valid HTTP", "protocol"
             ) from None
         finally:
             await backend.close()

@@ -304,7 +304,7 @@ def decode_data_url(source: str, max_bytes: int) -> bytes:
         refuse_above(max_bytes, num_characters // 3)
         if num_characters > _MAX_PERCENT_ENCODED:
             raise RefusedMediaError(
-                "a data URL of this size must be base64, not percent-encoded", "size"
+                f"a data URL of over {_MAX_PERCENT_ENCODED} characters must be base64", "size"
             )
         try:
             media = unquote_to_bytes(source[comma + 1 :])

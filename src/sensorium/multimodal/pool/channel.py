@@ -95,7 +95,7 @@ class Channel:
         """
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(
-                f"the frame has {len(frame)} bytes, and may have {MAX_FRAME_BYTES} at most"
+                f"a message between processes has {len(frame)} bytes; {MAX_FRAME_BYTES} are allowed"
             )
         views = [view for block in blocks if (view := memoryview(block)).nbytes]
         num_bytes = sum(view.nbytes for view in views)
@@ -130,10 +130,10 @@ class Channel:
             prefix, descriptors = self._receive_prefix(deadline, stack)
             frame_bytes, is_mapped, num_bytes = _PREFIX.unpack(prefix)
             if frame_bytes > MAX_FRAME_BYTES or is_mapped != len(descriptors):
-                raise ChannelError("the other end has sent a message that can't be read")
+                raise ChannelError("the other process has sent a message with a wrong header")
             if not is_mapped and num_bytes > MAX_INLINE_BYTES:
                 raise ChannelError(
-                    "the other end has sent a block that is larger than a message may be"
+                    f"the other process sent a message of more than {MAX_INLINE_BYTES} bytes"
                 )
             frame = bytes(self._receive_exactly(frame_bytes, deadline))
             if not is_mapped:
@@ -165,7 +165,7 @@ class Channel:
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
         if not prefix or flags & socket.MSG_CTRUNC:
-            raise ChannelError("the other end is gone, or has sent too many descriptors")
+            raise ChannelError("the other process has ended, or sent too many file descriptors")
         return prefix + self._receive_exactly(_PREFIX.size - len(prefix), deadline), descriptors
 
     def _receive_exactly(self, num_bytes: int, deadline: float | None) -> bytearray:
@@ -175,7 +175,7 @@ class Channel:
             self._set_deadline(deadline)
             num_received = self._connection.recv_into(rest)
             if num_received == 0:
-                raise ChannelError("the other end is gone")
+                raise ChannelError("the other process has closed the connection")
             rest = rest[num_received:]
         return content
 
@@ -213,10 +213,10 @@ def _check_block(descriptor: int, num_bytes: int) -> None:
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
     except OSError as error:
-        raise ChannelError("the other end has sent a block that is not sealed memory") from error
+        raise ChannelError("the other process sent memory that is not a sealed memfd") from error
     if not is_sealed or os.fstat(descriptor).st_size != num_bytes:
         raise ChannelError(
-            "the other end has sent a block that is not sealed, or not as large as it wrote"
+            "the other process has sent memory that is not sealed, or not as large as announced"
         )
 
 
@@ -224,7 +224,7 @@ class CostlyJobError(Exception):
     """The job is estimated to take longer than it may, and has to be run as a long job."""
 
     def __init__(self, cost_s: float) -> None:
-        super().__init__(f"the job takes about {cost_s:.1f} s, and has to be run as a long one")
+        super().__init__(f"the media job takes about {cost_s:.1f} s, and must be run as a long one")
         self.cost_s = cost_s
 
 
@@ -258,7 +258,7 @@ class Handler(Protocol):
 NOT_PROCESSED = (
     "the media item could not be processed: the server failed, and its log has the reason"
 )
-NO_MEMORY = "the media item needs more memory to be processed than one item may take"
+NO_MEMORY = "the media item needs more memory than one item may take: send a smaller one"
 _MAX_MESSAGE_LENGTH = 2000
 
 

@@ -201,7 +201,7 @@ class JobQueue:
             job.fail(
                 CapacityError(
                     f"no process was free to work on the media item within {job.wait_s:g} seconds: "
-                    "too many media items wait"
+                    "too many media items wait; try again later"
                 )
             )
 

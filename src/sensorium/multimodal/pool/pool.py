@@ -133,14 +133,16 @@ class Slot:
 
     def _note_failed_start(self, reason: str) -> None:
         self._num_failed_starts += 1
-        _logger.warning("a worker that processes media could not be started: %s", reason)
+        _logger.warning("a worker process for media did not start; trying again: %s", reason)
         pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_failed_starts, _MAX_PAUSE_S)
         self._not_before = time.monotonic() + pause_s
         if self._num_failed_starts >= _MAX_START_TRIES and not any(
             slot.is_ready for slot in self._slots
         ):
             self._not_before = time.monotonic() + _MAX_PAUSE_S
-            self._queue.refuse(f"media can't be processed: {reason}", _MAX_PAUSE_S)
+            self._queue.refuse(
+                f"media can't be processed, because no worker can start: {reason}", _MAX_PAUSE_S
+            )
 
     def _serve(self, process: WorkerProcess) -> None:
         """Wait briefly for the next job in the queue, and run it in the worker process.
@@ -154,7 +156,7 @@ class Slot:
                 self._queue.add_again(job)
             self._lose_process()
             if time.monotonic() - self._ready_at < _SETTLED_S:
-                self._note_failed_start("the process ended before it got a job")
+                self._note_failed_start("the worker process ended before it got a job")
             else:
                 self._num_failed_starts = 0
         elif job is not None:
@@ -164,7 +166,7 @@ class Slot:
             except WorkerInterruptedError:
                 raise
             except Exception:  # a job fails alone, whatever happens to it here
-                _logger.exception("a job of the media pool failed")
+                _logger.exception("a media job failed: its worker is replaced, its request fails")
                 self._lose_process()
                 job.fail(FailedRequestError(NOT_PROCESSED))
             finally:
@@ -189,10 +191,13 @@ class Slot:
             )
         except TimeoutError:
             self._lose_process()
-            reason = f"the media item could not be processed in time ({job.deadline_s:g} seconds)"
+            reason = f"the media item could not be processed in time (limit {job.deadline_s:g} s)"
             job.fail(RequestError(reason))
         except WorkerLostError as error:
-            _logger.warning("a worker that processed media was lost: %s", error)
+            _logger.warning(
+                "a process of the media pool was lost and is replaced; its job is retried once: %s",
+                error,
+            )
             self._lose_process()
             job.num_lost += 1
             job.num_crashes += error.is_crash
@@ -229,11 +234,12 @@ def _make_loss(job: PoolJob) -> SensoriumError:
     """
     if job.num_crashes == job.num_lost:
         return RequestError(
-            f"the process that worked on the media item crashed ({job.num_lost} times)"
+            f"the process that worked on the media item crashed ({job.num_lost} times): the item "
+            "may be damaged"
         )
     return CapacityError(
         f"the process that worked on the media item was ended from outside "
-        f"({job.num_lost} times in all)"
+        f"({job.num_lost} times in all): try again later"
     )
 
 
@@ -303,7 +309,7 @@ class ProcessPool:
         `inherited_fds` under the same numbers.
         """
         if size < 1:
-            raise InvariantError(f"a pool needs at least one process, not {size}")
+            raise InvariantError(f"the media pool needs at least one process, not {size}")
         make_process = partial(
             WorkerProcess, handler=handler, settings=settings, inherited_fds=tuple(inherited_fds)
         )
@@ -379,7 +385,7 @@ class ProcessPool:
         """
         if len(job) > _MAX_JOB_BYTES:
             raise InvariantError(
-                f"a job has {len(job)} bytes, and may have {_MAX_JOB_BYTES} at most"
+                f"a job for the media pool has {len(job)} bytes; {_MAX_JOB_BYTES} are allowed"
             )
         self.start()
         pool_job = PoolJob(

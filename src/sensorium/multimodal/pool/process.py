@@ -109,9 +109,9 @@ class WorkerProcess:
             self._channel.send(self._start, deadline=deadline)
             message, _ = self._receive(deadline, map_privately)
         except TimeoutError:
-            return f"the process was not ready within {timeout_s:g} s"
+            return f"the worker process was not ready within {timeout_s:g} s"
         except (OSError, ChannelError):
-            return f"the process ended with {self._end()} while it started"
+            return f"the worker process ended with {self._end()} while it started"
         except WorkerLostError as error:
             return str(error)
         if isinstance(message, StartFailed):
@@ -119,7 +119,7 @@ class WorkerProcess:
         return (
             None
             if isinstance(message, Ready)
-            else f"its first message was {type(message).__name__}, not Ready"
+            else f"the worker process has sent {type(message).__name__}, not Ready"
         )
 
     def run(
@@ -147,10 +147,10 @@ class WorkerProcess:
             end = self._end()
             is_crash = self._process.returncode in _CRASHES
             raise WorkerLostError(
-                f"{error}; the process ended with {end}", is_crash=is_crash
+                f"{error}; the worker process ended with {end}", is_crash=is_crash
             ) from error
         if not isinstance(message, Reply | Failure | Costly):
-            raise WorkerLostError(f"the worker has sent {type(message).__name__}, not an answer")
+            raise WorkerLostError(f"the worker sent {type(message).__name__}, not a result")
         return message, block
 
     def close(self, grace_s: float) -> None:
@@ -180,7 +180,7 @@ class WorkerProcess:
         try:
             return decode_message(frame), block
         except msgspec.MsgspecError as error:
-            raise WorkerLostError("the worker has sent a message that can't be read") from error
+            raise WorkerLostError("the worker sent a message that can't be decoded") from error
 
     def _end(self) -> str:
         """Wait for the end of a process after its connection broke, and return how it ended.
@@ -233,5 +233,5 @@ def _log_lines(lines: IO[bytes]) -> None:
     with lines:
         for line in lines:
             _logger.warning(
-                "a worker of the media pool: %s", line.decode(errors="replace").rstrip()
+                "a worker process of the media pool: %s", line.decode(errors="replace").rstrip()
             )

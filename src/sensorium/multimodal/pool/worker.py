@@ -145,12 +145,12 @@ def _start(channel: Channel) -> Handler | None:
     frame, _ = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Start):
-        raise ChannelError(f"the parent has sent {type(message).__name__} before the start")
+        raise ChannelError(f"the server sent {type(message).__name__} to a worker before Start")
     try:
         module, _, factory = message.handler.partition(":")
         handler: Handler = getattr(importlib.import_module(module), factory)(message.settings)
     except Exception as error:  # the parent must learn the reason, whatever it is
-        _logger.exception("a worker of the media pool could not start")
+        _logger.exception("a worker process of the media pool could not start")
         reason = str(error)
         if not isinstance(error, SensoriumError):
             reason = f"{type(error).__name__}: {error}"
@@ -175,7 +175,7 @@ def _serve(channel: Channel, handler: Handler) -> None:
     frame, block = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Job):
-        raise ChannelError(f"the parent has sent {type(message).__name__} instead of a job")
+        raise ChannelError(f"the server sent {type(message).__name__} to a worker, not a Job")
     work = partial(handler, message.job, block, max_cost_s=message.max_cost_s)
     try:
         reply = run_at_low_priority(work) if message.is_long else work()
@@ -187,7 +187,7 @@ def _serve(channel: Channel, handler: Handler) -> None:
     except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
         frame, buffers = encode_message(make_failure(RequestError(NO_MEMORY))), []
     except Exception:  # a job fails alone, and its caller learns no internals
-        _logger.exception("a job of the media pool failed")
+        _logger.exception("a job of the media pool failed, so its request fails")
         frame, buffers = encode_message(make_failure(FailedRequestError(NOT_PROCESSED))), []
     channel.send(frame, buffers)
 
@@ -201,7 +201,7 @@ def _encode_reply(reply: bytes, kwargs: MultiModalKwargsItem) -> tuple[bytes, li
     frame = encode_message(Reply(reply, header))
     if len(frame) > MAX_FRAME_BYTES:
         raise ValueError(
-            f"the reply has {len(frame)} bytes, and may have {MAX_FRAME_BYTES} at most"
+            f"the reply to a media job has {len(frame)} bytes; {MAX_FRAME_BYTES} are allowed"
         )
     return frame, buffers
 

@@ -157,7 +157,7 @@ def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
         return "numpy", torch.from_numpy(media)
     if isinstance(media, Image.Image):
         return "pil", torch.from_numpy(np.array(media))
-    raise InvariantError(f"checked media can't be a {type(media).__name__}")
+    raise InvariantError(f"media of the type {type(media).__name__} can't be sent to a worker")
 
 
 def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool]:
@@ -243,7 +243,7 @@ class ItemHandler:
         except CostlyItemError as error:
             raise CostlyJobError(error.cost_s) from error
         if item.layout is None:
-            raise InvariantError("a media item was processed and has no layout")
+            raise InvariantError("a processed media item has no layout (its text in the prompt)")
         reference = None if self._store is None or not keep else self._store.put(item)
         reply = _encoder.encode(_ItemReply(layout=item.layout, reference=reference, times=times))
         if self._store is None or reference is None:

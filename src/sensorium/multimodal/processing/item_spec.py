@@ -40,7 +40,7 @@ class TensorRule:
         if not isinstance(tensor, torch.Tensor):
             raise RequestError(f"{name} must be a tensor, not {type(tensor).__name__}")
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
-            raise RequestError(f"{name} must be a plain tensor that holds its values")
+            raise RequestError(f"{name} must be a plain tensor: dense, not nested, not meta")
         if tensor.dtype != self.dtype or not self._fits(tuple(tensor.shape)):
             raise RequestError(
                 f"{name} must be {self.dtype} of shape {self._show()} (*: any size from 1 on), not "

@@ -82,9 +82,9 @@ _USUAL_WINDOW_S = 60
 
 @dataclass(slots=True)
 class _Window:
-    """What is known about the longest sound that a processor takes whole, under some options.
+    """The bounds found so far on the longest audio that a processor takes without cutting it off.
 
-    Lengths are in samples. A processor cuts off what is longer than its window.
+    Lengths are in samples. There is one record for each set of processor options.
     """
 
     processor_kwargs: Mapping[str, Any]
@@ -129,7 +129,7 @@ class Hearing:
             self._explore(window, num_samples)
         if num_needed <= window.heard:
             return
-        limit = "this model does not take it to its end"
+        limit = "this model would cut off its end"
         if window.is_exact:
             limit = f"this model takes at most {window.heard / self._rate:.4g} s"
         raise RequestError(

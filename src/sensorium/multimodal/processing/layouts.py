@@ -123,5 +123,5 @@ class SizeLayouts:
             ) from error
         result = finished.result
         if not isinstance(result, ProcessedItem) or result.layout is None:
-            raise InvariantError("the result of processing a blank image has no layout")
+            raise InvariantError("a processed blank image has no layout (its text in prompts)")
         return result.layout

@@ -120,7 +120,7 @@ def build_graphs(
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)
         if isinstance(parts, str):
-            _warn("steps run without CUDA graphs: %s", parts, adapter.device)
+            _warn("steps run slower, without CUDA graphs: %s", parts, adapter.device)
             return Graphs(words=f"none: {parts}")
         sizes = get_decode_sizes(options.max_num_seqs, options.sizes)
         decoding = DecodeGraphs(
@@ -148,9 +148,9 @@ def build_graphs(
         no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
-        _warn("decode steps run without CUDA graphs: %s", no_decoding, adapter.device)
+        _warn("decode steps run slower, without CUDA graphs: %s", no_decoding, adapter.device)
     if no_segments is not None:
-        _warn("steps with prompts run without CUDA graphs: %s", no_segments, adapter.device)
+        _warn("steps with prompts run slower, without CUDA graphs: %s", no_segments, adapter.device)
     _log_cost(adapter.device, started, before)
     return Graphs(
         decoding=decoding if no_decoding is None else None,

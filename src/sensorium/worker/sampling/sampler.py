@@ -36,7 +36,7 @@ from sensorium.worker.sampling.sampling_row import SamplingRow
 
 # Marks that stand in place of a token in a row that has none -> the reason in the error.
 _FAILURES = {
-    -1: "the model's output for this request is not a finite number",
+    -1: "the model's output (logits) for this request is not a finite number",
     -2: "no token is left to choose from: the request's allowed_token_ids, structured_outputs, "
     "bad_words and min_tokens, and the model's generation config, ban all of them",
 }

@@ -89,7 +89,7 @@ def test_numbers_of_members_are_unique_and_free_again_after_close() -> None:
     first = ShmSegment.create(4096)
     second, third = ShmSegment.attach(first.fd), ShmSegment.attach(first.fd)
     assert [first.join(2), second.join(2)] == [0, 1]
-    with pytest.raises(CapacityError, match="2 members"):
+    with pytest.raises(CapacityError, match="2 processes"):
         third.join(2)
     assert third.is_member(0)
     close(first)
