@@ -19,11 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.options import (
-    EngineOptions,
-    LoadingOptions,
-    MediaOptions,
-)
+from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 from sensorium.types.options import Kind, Option, list_options

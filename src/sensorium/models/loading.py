@@ -151,8 +151,7 @@ def _loading_bar(use_tqdm: bool) -> Iterator[None]:
 
     def make_bar(bar: Any, arguments: Any, options: Any) -> Any:
         return bar(
-            *arguments,
-            **{**options, "disable": None if use_tqdm else True, "delay": BAR_DELAY_S},
+            *arguments, **{**options, "disable": None if use_tqdm else True, "delay": BAR_DELAY_S}
         )
 
     previous = set_tqdm_hook(make_bar)

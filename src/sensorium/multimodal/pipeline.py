@@ -21,10 +21,7 @@ from dataclasses import dataclass, field, replace
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache
 from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.shm import ShmSender
-from sensorium.multimodal.decoding.decoding import (
-    DecodeOptions,
-    resolve_options,
-)
+from sensorium.multimodal.decoding.decoding import DecodeOptions, resolve_options
 from sensorium.multimodal.fetching.loader import MediaLoader
 from sensorium.multimodal.media import MediaBytes, MediaItem, MediaLimits, PerceptionOptions
 from sensorium.multimodal.names import BoundSource, MediaHasher, UuidBindings, UuidScope
@@ -271,11 +268,7 @@ class _ItemCall:
         if layout is not None:
             self._is_layout_only = True
             self._handle = ItemHandle(
-                modality=job.modality,
-                mm_hash=job.mm_hash,
-                layout=layout,
-                num_bytes=0,
-                is_hit=False,
+                modality=job.modality, mm_hash=job.mm_hash, layout=layout, num_bytes=0, is_hit=False
             )
 
     def _make_job(self, source: BoundSource) -> ItemJob:

@@ -83,9 +83,7 @@ class ChatTemplate:
 
     def _render(self, chat: list[dict[str, Any]], **values: Any) -> str:
         rendered, _ = render_jinja_template(
-            conversations=[chat],
-            chat_template=self.source,
-            **{**self._special_tokens, **values},
+            conversations=[chat], chat_template=self.source, **{**self._special_tokens, **values}
         )
         text: str = rendered[0]
         return text

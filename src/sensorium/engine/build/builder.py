@@ -36,10 +36,7 @@ from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerSpec, group_layers
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.checkpoint import (
-    find_weights,
-    get_num_weight_bytes,
-)
+from sensorium.models.checkpoint import find_weights, get_num_weight_bytes
 from sensorium.models.families import ADAPTERS
 from sensorium.models.generation_config import get_generation_defaults, load_string_limit
 from sensorium.models.loading import (

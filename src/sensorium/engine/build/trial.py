@@ -39,12 +39,7 @@ from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
 from sensorium.types.multimodal import Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, Prompt, TokenLogprobs
-from sensorium.types.sampling import (
-    MAX_LOGPROBS,
-    GenerationDefaults,
-    SamplingParams,
-    TokenBans,
-)
+from sensorium.types.sampling import MAX_LOGPROBS, GenerationDefaults, SamplingParams, TokenBans
 
 logger = logging.getLogger(__name__)
 _WORDS = (

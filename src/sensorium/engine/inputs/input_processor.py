@@ -21,10 +21,7 @@ from sensorium.engine.inputs.rendered_prompt import (
 )
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.cache.interface import ProcessorCache
-from sensorium.multimodal.decoding.decoding import (
-    resolve_decode_options,
-    resolve_options,
-)
+from sensorium.multimodal.decoding.decoding import resolve_decode_options, resolve_options
 from sensorium.multimodal.media import PerceptionOptions
 from sensorium.multimodal.names import UuidScope
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem

@@ -58,9 +58,7 @@ def resolve_decode_options(
 
 
 def resolve_options(
-    modality: str,
-    processor_kwargs: Mapping[str, Any],
-    media_io_kwargs: Mapping[str, object] | None,
+    modality: str, processor_kwargs: Mapping[str, Any], media_io_kwargs: Mapping[str, object] | None
 ) -> tuple[dict[str, Any], DecodeOptions]:
     """Return all options of the model's processor and all options of the decoder, in this order.
 

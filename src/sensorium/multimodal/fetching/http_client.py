@@ -231,8 +231,7 @@ class HttpClient:
         for _ in range(self.limits.max_redirects + 1):
             if not self.domains.has(url.raw_host.decode("ascii")):
                 raise RefusedMediaError(
-                    "the URL leads to a domain that is not in allowed_media_domains",
-                    "domain",
+                    "the URL leads to a domain that is not in allowed_media_domains", "domain"
                 )
             found = await self._ask(url, modality, fetch)
             if isinstance(found, MediaBytes):

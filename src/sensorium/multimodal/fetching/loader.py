@@ -111,10 +111,7 @@ class MediaLoader:
         self._make_fetcher = make_fetcher
 
     def load_pausing(
-        self,
-        items: Sequence[tuple[MediaSource, str]],
-        *,
-        cancelled: Future[None] | None = None,
+        self, items: Sequence[tuple[MediaSource, str]], *, cancelled: Future[None] | None = None
     ) -> Pausing[list[LoadedMedia]]:
         """Load the media items of one request, as a generator that pauses while it has to wait.
 

@@ -27,9 +27,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sensorium.multimodal.decoding.decoding import (
-    resolve_options,
-)
+from sensorium.multimodal.decoding.decoding import resolve_options
 from sensorium.multimodal.decoding.video import (
     ChooseFrames,
     Metadata,

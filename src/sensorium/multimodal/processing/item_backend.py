@@ -33,12 +33,7 @@ from sensorium.multimodal.decoding.guards import (
     limit_memory_growth,
 )
 from sensorium.multimodal.decoding.images import check_num_pixels, read_header_size
-from sensorium.multimodal.item_codec import (
-    PrecomputedEmbeds,
-    as_bytes,
-    decode_block,
-    encode_header,
-)
+from sensorium.multimodal.item_codec import PrecomputedEmbeds, as_bytes, decode_block, encode_header
 from sensorium.multimodal.media import MediaBytes, MediaLimits
 from sensorium.multimodal.pool.channel import CostlyJobError
 from sensorium.multimodal.pool.jobs import SHORT_S, PoolReply

@@ -22,12 +22,7 @@ from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
 from sensorium.types.errors import ModelError, RequestError
-from sensorium.types.multimodal import (
-    MODALITIES,
-    ItemLayout,
-    MultiModalKwargsItem,
-    ProcessedItem,
-)
+from sensorium.types.multimodal import MODALITIES, ItemLayout, MultiModalKwargsItem, ProcessedItem
 
 # Returns the token that a character belongs to; `None` if the tokenizer dropped it.
 FindToken = Callable[[int], int | None]

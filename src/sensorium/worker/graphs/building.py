@@ -186,10 +186,7 @@ def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
 
 
 def _make_buffers(
-    adapter: ModelAdapter,
-    options: GraphOptions,
-    groups: Sequence[KVCacheGroup],
-    block_size: int,
+    adapter: ModelAdapter, options: GraphOptions, groups: Sequence[KVCacheGroup], block_size: int
 ) -> DecodeBuffers:
     return DecodeBuffers(
         groups=groups,

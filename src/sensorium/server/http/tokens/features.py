@@ -164,10 +164,7 @@ def _make_placeholder(spec: MultiModalFeatureSpec) -> Placeholder:
 
 
 def _encode_items(
-    processed: ProcessedRequest,
-    groups: dict[str, list[MultiModalFeatureSpec]],
-    *,
-    is_msgpack: bool,
+    processed: ProcessedRequest, groups: dict[str, list[MultiModalFeatureSpec]], *, is_msgpack: bool
 ) -> dict[str, list[str | bytes]]:
     """Return the encoded tensors of all media items: modality -> list in the prompt's order.
 
