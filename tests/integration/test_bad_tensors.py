@@ -39,7 +39,7 @@ def change_grid(*grid: tuple[int, ...]) -> Change:
         (change_pixels(lambda pixels: pixels * torch.nan), "not finite"),
         (change_pixels(lambda pixels: pixels + torch.inf), "not finite"),
         (change_pixels(lambda pixels: pixels[0, 0]), "could not be encoded"),
-        (change_pixels(lambda pixels: torch.cat([pixels] * 2)), "gave 32 embeddings .* of 16"),
+        (change_pixels(lambda pixels: torch.cat([pixels] * 2)), "gave 32 embeddings .* need 16"),
         (change_pixels(lambda pixels: pixels[:0]), "could not be encoded"),
         (lambda _: {}, "could not be encoded"),
     ],

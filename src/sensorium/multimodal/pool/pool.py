@@ -195,7 +195,7 @@ class Slot:
             job.fail(RequestError(reason))
         except WorkerLostError as error:
             _logger.warning(
-                "a process of the media pool was lost and is replaced; its job is retried once: %s",
+                "a process of the media pool was lost and is replaced; a job is tried twice at most: %s",
                 error,
             )
             self._lose_process()
