@@ -55,6 +55,7 @@ def test_a_video_beyond_the_limits_costs_its_neighbours_nothing(server: ServerPr
     assert set(running.statuses) == {400}
 
 
+@pytest.mark.slow  # in short: tests/integration/test_pool_order.py
 def test_a_long_video_within_the_limits_leaves_a_process_for_pictures(
     server: ServerProcess,
 ) -> None:

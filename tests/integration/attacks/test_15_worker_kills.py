@@ -60,6 +60,7 @@ def killing(server: ServerProcess) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow  # in short: tests/integration/test_server_faults.py, where one worker is killed
 def test_kills_of_workers_are_no_fault_of_a_client(server: ServerProcess) -> None:
     assert ask(server, PICTURE).status_code == 200
     refusals: list[httpx.Response] = []

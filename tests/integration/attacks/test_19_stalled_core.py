@@ -102,6 +102,7 @@ def test_a_core_that_hangs_makes_the_server_unhealthy_and_is_replaced(
         assert ask(server, question) == expected
 
 
+@pytest.mark.slow  # in short: tests/unit/server/processes/test_pulse.py
 def test_all_frontends_agree_and_a_core_that_moves_again_keeps_its_requests(
     tiny_model: Callable[[str], str],
 ) -> None:
@@ -154,6 +155,7 @@ def ask_in_one_step(server: ServerProcess, num_tokens: int) -> float:
     return float(response.json()["sensorium_trace"]["ms"]["prefill"]) / 1000
 
 
+@pytest.mark.slow  # in short: tests/unit/server/processes/test_pulse.py
 def test_a_long_step_that_goes_on_is_no_stall(tmp_path: Path) -> None:
     flags = ("--max-model-len", "8192", "--max-num-batched-tokens", "8192", "--no-warmup")
     with serve(
