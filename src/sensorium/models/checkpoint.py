@@ -129,7 +129,7 @@ def _get_weight_names(directory: Path) -> tuple[str, ...]:
     try:
         return tuple(sorted(set(json.loads(index.read_text())["weight_map"].values())))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not an index of weights: {error!r}") from error
+        raise ModelError(f"the file {index} is not an index of weights: {error!r}") from error
 
 
 def _get_hint(directory: Path) -> str:

@@ -156,7 +156,7 @@ class EncoderRunner:
         """
         if len(embeds) != num_expected:
             raise RequestError(
-                f"{len(embeds)} embeddings came for a placeholder of {num_expected} tokens"
+                f"the encoder made {len(embeds)} embeddings for a placeholder of {num_expected}"
             )
         return self._adapter.to_model(embeds.clone())
 

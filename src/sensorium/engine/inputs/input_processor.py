@@ -475,7 +475,7 @@ def _take_items(
         )
         if handle.modality != entry.feature.modality:
             raise RequestError(
-                f"its hash belongs to a cached item of modality {handle.modality}", entry.path
+                f"its hash belongs to another item, of modality {handle.modality}", entry.path
             )
         num_embeds = entry.feature.mm_position.get_num_embeds()
         if handle.layout is not None and handle.layout.num_embeds != num_embeds:

@@ -168,7 +168,7 @@ class FetchMemory:
 
 @dataclass(eq=False)
 class RequestBytes:
-    """An account of the response bytes that one request holds while it fetches media."""
+    """A counter of the bytes of fetched media that one client request holds in memory."""
 
     memory: FetchMemory
     end: Callable[[], object]  # ends the fetches of this request

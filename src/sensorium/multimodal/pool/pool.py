@@ -195,7 +195,7 @@ class Slot:
             job.fail(RequestError(reason))
         except WorkerLostError as error:
             _logger.warning(
-                "a process of the media pool was lost and is replaced; a job is tried twice at most: %s",
+                "a process of the media pool was lost and is replaced (a job has two tries): %s",
                 error,
             )
             self._lose_process()

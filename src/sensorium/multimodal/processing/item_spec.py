@@ -162,9 +162,10 @@ class ItemSpecs:
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
-    """Derive rules from processed items of different sizes: what all of them share is required.
+    """Return the rules for the tensors of processed items, found from samples.
 
-    `samples` are of one modality. `merge_size` is the number of patches along an edge that the
+    What samples of different sizes have in common is required: names, types and fixed dimensions
+    of tensors. All `samples` are of one modality. `merge_size` is the number of patches along an edge that the
     model merges into one embedding, or 1 if it merges none.
     """
     first = samples[0].kwargs

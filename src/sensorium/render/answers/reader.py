@@ -264,7 +264,7 @@ def read_state(
         raise RequestError(f"must be a state that this server has returned: {error}") from error
     is_call = read.section == "call"
     if is_call != (read.call is not None) or (is_call and calls is None):
-        raise RequestError("is from a server with another format of reasoning or tool calls")
+        raise RequestError("was made by a server with another tool-call or reasoning parser")
     if read.section == "reasoning" and reasoning is None:
-        raise RequestError("is from a server with another format of reasoning or tool calls")
+        raise RequestError("was made by a server with another tool-call or reasoning parser")
     return read
