@@ -114,7 +114,7 @@ def shared_server(
 @pytest.fixture(scope="module")
 def mini_server() -> Iterator[ServerProcess]:
     """Run the embedded model, with a pool as `sensorium serve` has it."""
-    with SHARED_SERVERS.use("sensorium-mini", *POOL) as server:
+    with SHARED_SERVERS.use("sensorium-mini", "--mm-processor-pool-size", "2") as server:
         yield server
 
 

@@ -127,7 +127,8 @@ def test_causal_image_tokens_are_seen(reference_of: ReferenceOf, family: str) ->
     reference = reference_of(family)
     llm = make_llm(reference.directory)
     runner: Any = llm.core.runner
-    assert runner._input_batch.bidirectional_modalities
+    modalities = runner._input_batch.bidirectional_modalities
+    assert modalities == llm.core.scheduler.limits.bidirectional_modalities != frozenset()
     runner._input_batch = replace(runner._input_batch, bidirectional_modalities=frozenset())
     assert run(llm, reference.expected)
 

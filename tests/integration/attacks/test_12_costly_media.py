@@ -8,6 +8,7 @@ import pytest
 
 from attacks.costly_media import (
     NUM_FRAMES_BEYOND,
+    NUM_FRAMES_WITHIN,
     SIDE,
     attack,
     make_skip_video,
@@ -20,7 +21,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("attack-12")
 BOUND_S = 60.0
-NUM_FRAMES = 60  # 1 gigapixel: accepted, and some seconds of work
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_a_long_video_within_the_limits_leaves_a_process_for_pictures(
 ) -> None:
     """The neighbours are asked while the video is being decoded, which is seen in the metrics."""
     neighbours = Neighbours(server.get_url())
-    with attack(server.get_url(), num_frames=NUM_FRAMES) as running:
+    with attack(server.get_url(), num_frames=NUM_FRAMES_WITHIN) as running:
         wait_until(
             lambda: server.get_metrics()["sensorium:pool_running"] >= 1, "a video is decoded"
         )

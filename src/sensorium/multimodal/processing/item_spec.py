@@ -165,8 +165,8 @@ def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
     """Return the rules for the tensors of processed items, found from samples.
 
     What samples of different sizes have in common is required: names, types and fixed dimensions
-    of tensors. All `samples` are of one modality. `merge_size` is the number of patches along an edge that the
-    model merges into one embedding, or 1 if it merges none.
+    of tensors. All `samples` are of one modality. `merge_size` is the number of patches along an
+    edge that the model merges into one embedding, or 1 if it merges none.
     """
     first = samples[0].kwargs
     tensors = {

@@ -133,6 +133,8 @@ class Supervisor:
         self._make_policy = make_policy
         self._grace_s = grace_s
         self._announcer = Announcer(options)
+        # Children find the modules that this process finds, even if its directory is removed later.
+        self._python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._shared: SharedResources  # this and the metrics exist while `run` runs
         self._metrics: MetricSet
         self._children: set[ChildProcess] = set()
@@ -304,10 +306,8 @@ class Supervisor:
         if that is not `None`. If the server is already stopping, the child is killed at once.
         """
         inherited_fds = [fd for fd in (self._shared.shm_fd, inherited_fd) if fd is not None]
-        # Children find the modules that this process finds. They also get the directory of the
-        # metrics from the environment, in which `use_directory` has put it.
-        python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        environment = os.environ | {"PYTHONPATH": python_path}
+        # The directory of the metrics is in the environment, where `use_directory` has put it.
+        environment = os.environ | {"PYTHONPATH": self._python_path}
         child = await ChildProcess.spawn(
             name, command, inherited_fds=inherited_fds, environment=environment
         )

@@ -239,6 +239,7 @@ def test_fusions_that_change_the_model_as_a_whole_are_not_used(
     )
     adapter.fuse()
     assert adapter.fusion.counts.total() == 0
+    assert "nothing is fused" in caplog.text
     assert "6 joined products would change its results by" in caplog.text
     assert torch.equal(adapter._run_two_tokens(CausalAttention()), expected)
 

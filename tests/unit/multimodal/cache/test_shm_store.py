@@ -107,6 +107,13 @@ def test_least_recently_used_item_is_evicted(store: ShmStore) -> None:
     assert store.statistics().num_evictions == 2
 
 
+def test_an_item_that_is_touched_is_evicted_later(store: ShmStore) -> None:
+    keep(store, *"abcd")
+    store.touch(make_hash("a"))
+    keep(store, "e")
+    assert get_cached(store) == "acde"
+
+
 def test_a_lease_counts_as_a_use_unless_it_is_said_not_to(store: ShmStore) -> None:
     keep(store, *"abcd")
     use(store, "a")

@@ -7,9 +7,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from sensorium.server.http.errors import WirePaths
+from sensorium.server.http.openai.chat import find_chat_paths
+from sensorium.server.http.protocol.requests import ChatCompletionRequest
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -340,3 +343,10 @@ def test_a_wrong_field_of_an_inner_request_is_named_with_its_place(
     response = server.post(f"/v1/{route}/derender", json={outer: fields})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, f"{outer}.{param}")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+def test_an_error_about_the_length_names_the_field_that_was_sent(field: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], field: 9}
+    request = msgspec.convert(body, ChatCompletionRequest)
+    assert find_chat_paths(request).find(("max_tokens",)) == (field,)

@@ -56,7 +56,9 @@ def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
 
 def find_chat_paths(request: ChatCompletionRequest) -> WirePaths:
     """Return the translation of field names in the engine's errors to this request's fields."""
-    return WirePaths(input=("messages",), structured=find_constraint_path(request))
+    is_newer = request.max_completion_tokens is not None
+    fields = {"max_tokens": ("max_completion_tokens",)} if is_newer else {}
+    return WirePaths(input=("messages",), structured=find_constraint_path(request), fields=fields)
 
 
 def make_chat(

@@ -359,7 +359,7 @@ def _inside(field: str) -> Iterator[None]:
         with at(field):
             yield
     except ApiError as error:
-        error.param = f"{field}.{error.param}"
+        error.param = field if error.param is None else f"{field}.{error.param}"
         raise
 
 
