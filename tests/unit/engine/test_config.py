@@ -146,7 +146,7 @@ def test_a_context_beyond_the_models_is_refused_with_both() -> None:
 
 
 def test_a_model_that_names_no_context_needs_one() -> None:
-    with pytest.raises(ModelError, match="give max_model_len"):
+    with pytest.raises(ModelError, match="set max_model_len"):
         resolve(OPTIONS, context=None)
     options = replace(OPTIONS, max_model_len=64)
     assert resolve(options, context=None).limits.max_model_len == 64

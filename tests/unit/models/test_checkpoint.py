@@ -117,7 +117,7 @@ def test_weights_are_one_file_or_those_of_the_index(tmp_path: Path) -> None:
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write_index(tmp_path, "a.safetensors", "b.safetensors", "c.safetensors")
     (tmp_path / "b.safetensors").touch()
-    with pytest.raises(ModelError, match=r"2 of 3 files are missing, first a.safetensors"):
+    with pytest.raises(ModelError, match=r"2 of 3 files are missing, for example a.safetensors"):
         find_weights(str(tmp_path), tmp_path, use_tqdm=False)
 
 

@@ -331,5 +331,5 @@ def test_a_conjugate_view_has_the_name_of_its_values() -> None:
 
 
 def test_a_number_too_large_to_be_written_is_refused() -> None:
-    with pytest.raises(RequestError, match="large"):
+    with pytest.raises(RequestError, match="above 4096 bits"):
         name(10**5000)

@@ -83,20 +83,20 @@ def test_a_marker_that_somebody_wrote_is_refused(content: Any, path: str) -> Non
 
 
 def test_a_marker_that_is_put_together_of_parts_is_refused() -> None:
-    with pytest.raises(RequestError, match="wrote 2 '<image>' for 1 image"):
+    with pytest.raises(RequestError, match="'<image>' 2 times, but the conversation has 1 image"):
         make_renderer().render(ask("<ima", "ge>", image("a")))
 
 
 def test_a_marker_in_a_tool_is_refused() -> None:
     options = ChatOptions(tools=[{"description": "<image>"}])
-    with pytest.raises(RequestError, match="wrote 1 '<image>' for 0 image"):
+    with pytest.raises(RequestError, match="'<image>' 1 times, but the conversation has 0 image"):
         make_renderer(templates.TOOLS).render(ask("a"), options)
 
 
 def test_a_template_that_drops_a_message_can_not_shift_its_media() -> None:
     last_only = "{{ messages[-1].content if messages[-1].content is string else '<image>' }}"
     messages = [*ask(image("a")), {"role": "assistant", "content": "ok"}, *ask(image("b"))]
-    with pytest.raises(RequestError, match="wrote 1 '<image>' for 2 image"):
+    with pytest.raises(RequestError, match="'<image>' 1 times, but the conversation has 2 image"):
         make_renderer(last_only).render(messages)
 
 

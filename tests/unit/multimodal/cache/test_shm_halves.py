@@ -238,7 +238,7 @@ def test_item_that_a_pool_process_has_put_is_adopted(
     statistics = sender.statistics()
     assert (statistics.num_queries, statistics.num_hits) == (1, 0)
     assert get_leaseholders(stores) == [0]
-    with pytest.raises(InvariantError, match="is a, not b"):
+    with pytest.raises(InvariantError, match="is media item a, not b"):
         sender.adopt("b", reference)
     sender.release([handle])
     assert get_leaseholders(stores) == []

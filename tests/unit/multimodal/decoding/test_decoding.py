@@ -54,7 +54,7 @@ def test_options_are_complete_and_plain(modality: str, given: Any, expected: Any
     [
         ("image", [], "must map modalities"),
         ("image", {"smell": {}}, r"must map modalities \(image, audio, video\)"),
-        ("image", {"image": 3}, "image: must map names to values, not 3"),
+        ("image", {"image": 3}, "image: must map names of options to values, not 3"),
         ("image", {"image": {"blur": 1}}, "image: unknown option blur"),
         ("audio", {"audio": {"rate": 1}}, "audio: unknown option rate"),
         ("image", {"image": {"background": "red"}}, "three whole numbers from 0 to 255"),
@@ -79,7 +79,7 @@ def test_options_are_complete_and_plain(modality: str, given: Any, expected: Any
         (
             "video",
             {"video": {"fps": 1, "num_frames": 2}},
-            "fps or num_frames may be given, not both",
+            "either fps or num_frames may be given, but not both",
         ),
     ],
 )

@@ -221,7 +221,7 @@ def test_tools_that_can_not_be_demanded_are_named(tiny_model: Callable[[str], st
     tokenizer = make_tokenizer(tiny_model("llama"), ())
     huge = make_tool("f", {"properties": {f"p{i}": {"type": "string"} for i in range(20_000)}})
     form = make_answer_format(tokenizer, "", tool_call_parser="hermes")
-    with pytest.raises(RequestError, match=r"^tools: too large"):
+    with pytest.raises(RequestError, match=r"^tools: are too large"):
         form.make_constraint(AnswerContext(tools=(huge,), tool_choice="required"))
     form = make_answer_format(tokenizer, "", tool_call_parser="pythonic")
     for tool, path in (
