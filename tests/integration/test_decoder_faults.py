@@ -72,5 +72,5 @@ def test_a_bug_of_ours_is_a_500_and_in_the_log(server: ServerProcess) -> None:
 def test_a_bad_file_is_a_400_and_a_good_one_is_answered(server: ServerProcess) -> None:
     answer = ask(server, b"RIFF" + bytes(100))
     assert answer.status_code == 400, answer.text
-    assert "an unsupported format, or damaged" in answer.json()["error"]["message"]
+    assert "its format is not supported, or it is damaged" in answer.json()["error"]["message"]
     assert ask(server, SOUND).status_code == 200
