@@ -61,7 +61,7 @@ def test_shards_are_one_model(sharded: Path, tiny_model: TinyModel) -> None:
 def test_a_missing_shard_is_named(sharded: Path) -> None:
     shard = sorted(sharded.glob("model-*.safetensors"))[1]
     shard.unlink()
-    with pytest.raises(ModelError, match=f"1 of . files are missing, first {shard.name}"):
+    with pytest.raises(ModelError, match=f"1 of . files are missing, for example {shard.name}"):
         LLM(sharded)
 
 

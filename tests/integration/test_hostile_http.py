@@ -90,7 +90,7 @@ def refuse(loader: BlockingLoader, url: str = f"http://{HOST}/", within_s: float
         ("http://user:word@media.example/", "leads to no http(s) URL"),
         ("http://media.example:0/", "leads to no http(s) URL"),
         ("http://[broken/", "leads to no http(s) URL"),
-        ("http://\xe9\xff/", "leads to no http(s) URL"),
+        ("http://\xe9\xff/", "to a non-public address"),
     ],
 )
 def test_a_redirect_is_checked_like_the_first_address(
