@@ -119,7 +119,7 @@ def test_types_are_taken_by_modality(
     if is_taken:
         assert loader.load(URL, modality).data == b"picture"
     else:
-        with pytest.raises(MediaFetchError, match=f"not for {modality}"):
+        with pytest.raises(MediaFetchError, match=f"is not that of {modality}"):
             loader.load(URL, modality)
 
 
@@ -141,7 +141,7 @@ def test_a_fresh_answer_is_reused_until_it_is_stale(
 def test_a_kept_answer_is_no_other_modality(server: MediaServer, loader: BlockingLoader) -> None:
     server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
     loader.load(URL, "image")
-    with pytest.raises(MediaFetchError, match="not for audio"):
+    with pytest.raises(MediaFetchError, match="is not that of audio"):
         loader.load(URL, "audio")
     assert len(server.visits) == 1
 

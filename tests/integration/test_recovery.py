@@ -70,13 +70,12 @@ with_caches = pytest.mark.parametrize("cache_type", CACHE_TYPES)
 
 @pytest.fixture(autouse=True)
 def _keep_receivers(llm_of: LlmOf) -> Iterator[None]:
-    """A receiver that a test has put in its place is replaced by an empty one of the right kind."""
-    yield
+    """Put the receiver back that was there before the test."""
     llm = llm_of("shm")
-    store = llm.perception.caches.store
-    assert store is not None
+    receiver = llm.core.payloads.receiver
+    yield
     assert not llm.core.has_requests
-    llm.core.payloads.receiver = llm.perception.caches.receiver
+    llm.core.payloads.receiver = receiver
 
 
 def start(llm: LLM, prompt: Any, params: SamplingParams) -> None:
@@ -159,14 +158,14 @@ def test_a_core_that_does_not_see_the_shared_memory_gets_tensors(llm_of: LlmOf) 
     llm, prompt = llm_of("shm"), make_prompt(make_new_png(), make_new_png())
     expected = generate(llm_of("off"), prompt)
     with closing(ShmStore.create(capacity_bytes=2**20, max_object_bytes=2**20)) as other:
-        llm.core.payloads.receiver = ShmReceiver(other)
+        own, llm.core.payloads.receiver = llm.core.payloads.receiver, ShmReceiver(other)
         queries = QueryCount(llm)
         for num_resends in (2, 4):
             forget_outputs(llm)
             assert generate(llm, prompt) == expected
             assert queries.num_resends == num_resends
         assert other.statistics().num_items == 0
-    llm.core.payloads.receiver = llm.perception.caches.receiver
+    llm.core.payloads.receiver = own
     forget_outputs(llm)
     (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
     assert get_token_ids([output]) == expected

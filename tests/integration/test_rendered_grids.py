@@ -60,5 +60,5 @@ def test_the_hash_of_an_image_is_not_taken_for_a_video(neighbours: Neighbours) -
     mm_hash = render(neighbours, "image", image).request.mm_features[0].mm_hash
     video = render(neighbours, "video", make_video(4, 60, 60, seed=9))
     prompt = make_rendered(video, "video", mm_hashes={"video": [mm_hash]})
-    with pytest.raises(RequestError, match="a cached item of modality"):
+    with pytest.raises(RequestError, match="another item, of modality image"):
         neighbours.llm.generate(prompt, PARAMS, use_tqdm=False)

@@ -116,7 +116,7 @@ def test_a_uuid_whose_item_was_evicted_is_missing_until_it_is_sent_again(
     llm, uuid, data = llm_of(cache_type), make_uuid(), make_new_png()
     process_and_release(llm, make_uuid_prompt(data, uuid))
     llm.perception.caches.sender.clear_cache()
-    with pytest.raises(MissingMediaError, match="send it"):
+    with pytest.raises(MissingMediaError, match="send the media"):
         process(llm, make_uuid_prompt(None, uuid))
     with pytest.raises(RequestError, match="first used for another"):
         process(llm, make_uuid_prompt(make_new_png(), uuid))
