@@ -113,8 +113,9 @@ def shared_server(
 
 @pytest.fixture(scope="module")
 def mini_server() -> Iterator[ServerProcess]:
-    """Run the embedded model, with a pool as `sensorium serve` has it."""
-    with SHARED_SERVERS.use("sensorium-mini", "--mm-processor-pool-size", "2") as server:
+    """Run the embedded model as a user starts it: with a pool, and from nothing."""
+    flags = ("--mm-processor-pool-size", "2")
+    with SHARED_SERVERS.use("sensorium-mini", *flags, is_cold=True) as server:
         yield server
 
 

@@ -66,7 +66,7 @@ RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(
 
 @pytest.fixture(scope="module")
 def page_server() -> Iterator[ServerProcess]:
-    with serve("sensorium-mini", *POOL) as server:
+    with serve("sensorium-mini", *POOL, is_cold=True) as server:
         yield server
 
 

@@ -32,7 +32,7 @@ def server(request: pytest.FixtureRequest) -> ServerProcess:
 
 def run_to_its_end(model: str, *flags: str, **environment: str) -> tuple[int, str]:
     """A server that can't start: its status and what it said."""
-    server = ServerProcess(model, *flags, **environment)
+    server = ServerProcess(model, *flags, is_cold=True, **environment)
     seen: set[int] = set()
     try:
         while server.process.poll() is None:

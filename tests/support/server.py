@@ -19,6 +19,8 @@ import httpx
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.nursery import NurseryProcess, get_nursery
+
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 480.0  # long, because the machine may be busy
 _MOST_ALIVE = 2  # shared servers of one test process: each takes up to 2 GiB
@@ -38,8 +40,19 @@ _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 class ServerProcess:
     """A server in a process of its own, with the lines that it has printed so far."""
 
-    def __init__(self, model: str, *flags: str, command: str = "serve", **variables: str) -> None:
-        """Start the server. `variables` are added to the environment of this process."""
+    def __init__(
+        self,
+        model: str,
+        *flags: str,
+        command: str = "serve",
+        is_cold: bool = False,
+        **variables: str,
+    ) -> None:
+        """Start the server, with `variables` added to its environment.
+
+        A cold server loads all libraries, as when a user starts it. Others are forks of a process
+        that has loaded them.
+        """
         own = {
             "PYTHONPATH": str(ROOT / "src"),
             "PYTHONUNBUFFERED": "1",
@@ -48,15 +61,20 @@ class ServerProcess:
         environment = {**os.environ, **own, **variables}
         defaults = _DEFAULTS if command == "serve" else _RENDER_DEFAULTS
         added = [word for pair in defaults if pair[0] not in flags for word in pair]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, command, model, "--port", "0", *flags, *added],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            text=True,
-            start_new_session=True,
-        )
+        arguments = [command, model, "--port", "0", *flags, *added]
+        self.process: subprocess.Popen[str] | NurseryProcess
+        if is_cold or "PYTHONPATH" in variables:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                text=True,
+                start_new_session=True,
+            )
+        else:
+            self.process = get_nursery().start(_COMMAND, arguments, environment)
         self.flags = flags
         self.lines: list[str] = []  # of stdout and stderr
         self.url: str | None = None
@@ -194,11 +212,11 @@ class ServerProcess:
 
 @contextmanager
 def serve(
-    model: str, *flags: str, command: str = "serve", **variables: str
+    model: str, *flags: str, command: str = "serve", is_cold: bool = False, **variables: str
 ) -> Iterator[ServerProcess]:
     """Run a server for one test. At most one idle shared server stays alive beside it."""
     SHARED_SERVERS.make_room()
-    server = ServerProcess(model, *flags, command=command, **variables)
+    server = ServerProcess(model, *flags, command=command, is_cold=is_cold, **variables)
     try:
         server.wait_until_ready()
         yield server
@@ -215,18 +233,18 @@ class SharedServers:
     """
 
     def __init__(self) -> None:
-        # model, flags and variables -> server, the one that was used last at the end
+        # model, flags and coldness -> server, the one that was used last at the end
         self._servers: dict[tuple[str, ...], ServerProcess] = {}
         self._num_users: Counter[tuple[str, ...]] = Counter()
 
     @contextmanager
-    def use(self, model: str, *flags: str, **variables: str) -> Iterator[ServerProcess]:
+    def use(self, model: str, *flags: str, is_cold: bool = False) -> Iterator[ServerProcess]:
         """Give a server with these flags. It is started if there is none."""
-        key = (model, *flags, *(f"{name}={value}" for name, value in variables.items()))
+        key = (model, *flags, str(is_cold))
         server = self._servers.pop(key, None)
         if server is None or server.process.poll() is not None:
             self.make_room()
-            server = ServerProcess(model, *flags, **variables)
+            server = ServerProcess(model, *flags, is_cold=is_cold)
         self._servers[key] = server
         self._num_users[key] += 1
         try:
@@ -275,8 +293,11 @@ def is_alive(pid: int) -> bool:
 
 
 def get_command(pid: int) -> str:
+    """Return the command line of a process, and the name that it has given itself."""
+    folder = Path(f"/proc/{pid}")
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return words + (folder / "comm").read_text().strip()
     except OSError:
         return ""
 

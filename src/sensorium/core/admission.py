@@ -162,8 +162,9 @@ def _make_error(
 def get_unsplittable_spans(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> Spans:
     """Return the sorted token ranges of media items that must each be computed in one step.
 
-    The ends are exclusive. Raises a `RequestError` if two items that the model attends to in both
-    directions have no text between them.
+    These are the items that the model attends to in both directions; `limits` names their
+    modalities, and may demand it of all items. The ends are exclusive. Raises a `RequestError` if
+    two items that the model attends to in both directions have no text between them.
     """
     if limits.is_encoder_decoder:
         return ()

@@ -98,8 +98,9 @@ def _make_defaults(config: Any, generation_config: str) -> GenerationDefaults:
 def _read_defaults(config: Any, eos_token_ids: tuple[int, ...]) -> GenerationDefaults:
     """Return the sampling defaults in a generation config.
 
-    Raises a `RequestError` that names the field if a value is not allowed. Fields that are not
-    supported are logged.
+    `eos_token_ids` are the tokens that end an answer, as the config names them. Raises a
+    `RequestError` that names the field if a value is not allowed. Fields that are not supported are
+    logged.
     """
     _warn_of_ignored(config)
     temperature = 0.0

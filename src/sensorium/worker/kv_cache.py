@@ -31,9 +31,9 @@ class _Stack:
 class KVCache:
     """The key and value tensors of all attention layers, divided into blocks of tokens.
 
-    `layer_groups` and `groups` have one entry for each group of layers that share a block table.
-    All tensors are zeroed at the start, because padding reads block 0, and uninitialised memory may
-    contain NaN.
+    Layers that share a block table form a group. For each group `layer_groups` lists its layers,
+    and `groups` has its number of blocks, in the same order. All tensors are zeroed at the start,
+    because padding reads block 0, and uninitialised memory may contain NaN.
     """
 
     def __init__(

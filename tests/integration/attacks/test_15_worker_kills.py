@@ -48,7 +48,7 @@ def killing(server: ServerProcess) -> Iterator[None]:
     def run() -> None:
         ends_at = time.monotonic() + PATIENCE_S
         while not is_over.wait(0.02) and time.monotonic() < ends_at:
-            for process_id in server.find_children("multimodal.pool.worker"):
+            for process_id in server.find_children("pool.worker"):
                 kill(process_id)
 
     thread = threading.Thread(target=run)

@@ -204,8 +204,8 @@ class ItemTable:
 
         A handle is a request's reference to a media item, and its pin keeps the entry from being
         evicted. The cache may have been cleared since the handle was made. If the cache has no
-        entry for the hash, the item is stored again, provided that the handle has the tensors and
-        there is room.
+        entry for the hash, the item is stored again. If the handle has no tensors or there is no
+        room, the handle keeps the entry that it had, outside the cache.
         """
         if any(handle not in self._held for handle in handles):
             raise InvariantError("a handle was released before its media item was sent")
@@ -283,9 +283,9 @@ class ItemTable:
 def own_tensors(kwargs: MultiModalKwargsItem) -> MultiModalKwargsItem:
     """Return the tensors of a media item, with a copy of each that is only a part of a larger one.
 
-    A copy frees the cache from keeping the whole larger tensor in memory. Memory behind
-    `torch.frombuffer` can't be measured here, so each item needs a block of its own, as
-    `item_codec` makes it.
+    Without the copy, the cache would keep the whole larger tensor in memory. A tensor that
+    `torch.frombuffer` made is never copied, because torch does not know the size of the buffer
+    behind it. So callers must pass a buffer that belongs to this item alone.
     """
     return {
         name: tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()

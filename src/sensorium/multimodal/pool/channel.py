@@ -95,7 +95,8 @@ class Channel:
         """
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(
-                f"a message between processes has {len(frame)} bytes; {MAX_FRAME_BYTES} are allowed"
+                "the description of a media item is too long for a message to another process: "
+                f"it has {len(frame)} bytes, and {MAX_FRAME_BYTES} are allowed"
             )
         views = [view for block in blocks if (view := memoryview(block)).nbytes]
         num_bytes = sum(view.nbytes for view in views)

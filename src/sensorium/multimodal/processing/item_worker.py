@@ -84,7 +84,7 @@ _USUAL_WINDOW_S = 60
 class _Window:
     """The bounds found so far on the longest audio that a processor takes without cutting it off.
 
-    Lengths are in samples. There is one record for each set of processor options.
+    Lengths are in samples. There is one object of this class for each set of processor options.
     """
 
     processor_kwargs: Mapping[str, Any]

@@ -309,7 +309,9 @@ def get_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
 def write_value(lark: Lark, tool: Mapping[str, Any], schema: Any) -> str:
     """Return a grammar expression for a value in the arguments of a tool.
 
-    Unless the tool is declared `strict`, schema keywords that are not supported are ignored.
+    `lark` is the grammar that the expression will be part of. Schema keywords that are not
+    supported are ignored, unless the tool is declared `strict`. The grammar of such a tool is then
+    refused when it is compiled.
     """
     return lark.write_json(schema, is_lenient=not tool["function"].get("strict"))
 

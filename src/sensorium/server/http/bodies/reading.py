@@ -163,9 +163,10 @@ def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, 
 
 
 def _find_unknown(request: Struct, body: dict[str, Any]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield each unknown field of a body, with the names of the fields that its object may have.
+    """Yield the name of each unknown field in a body, with the names that are known in its place.
 
-    Objects inside the body are searched too.
+    `request` is what the body was decoded to. Objects inside the body are searched too, and their
+    unknown fields are yielded by their own names, without a path.
     """
     known = _get_names(type(request))
     for name, value in body.items():

@@ -1,0 +1,290 @@
+"""Starts processes that need not load PyTorch and Transformers: forks of one that has loaded them.
+
+Each process of a server that starts by itself loads these libraries, which takes it five seconds of
+a core. Tests start hundreds of such processes. So each process of the tests has one child, the
+nursery, that has loaded the libraries and computed nothing. A server under test is a fork of it,
+and so are the processes that the server starts with `python -m sensorium...`: instead of running
+another interpreter, the fork forgets what was imported since, and runs that module. All else is as
+in a server that a user starts: processes, parents, descriptors, environments and signals.
+
+    python nursery.py DESCRIPTOR
+
+runs the nursery. It ends with the process at the other end of the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import json
+import logging
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+_LIBRARIES = (
+    "sensorium.cli.serve",
+    "sensorium.server.processes.core_app",
+    "sensorium.server.processes.frontend_app",
+    "sensorium.multimodal.processing.item_backend",
+    "av",
+    "soxr",
+)
+
+
+class NurseryProcess:
+    """A process that was started by a nursery. Its methods are those of `subprocess.Popen`."""
+
+    def __init__(self, nursery: Nursery, pid: int, stdout: IO[str]) -> None:
+        self.pid = pid
+        self.stdout = stdout
+        self.returncode: int | None = None
+        self._nursery = nursery
+
+    def poll(self) -> int | None:
+        with self._nursery.changed:
+            self.returncode = self._nursery.statuses.get(self.pid, self.returncode)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._nursery.changed:
+            self._nursery.changed.wait_for(lambda: self.pid in self._nursery.statuses, timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired("a server under test", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The connection to a process that has loaded all libraries, and forks at request."""
+
+    def __init__(self) -> None:
+        self.statuses: dict[int, int] = {}  # exit statuses of processes that have ended
+        self.changed = threading.Condition()
+        self._pids: list[int] = []  # of processes that were started, in the order of the requests
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno())]
+            path = str(Path(__file__).parents[2] / "src")
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": path},
+                start_new_session=True,  # it ends with its connection, and not by Ctrl-C
+            )
+        self._connection = ours
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def start(self, code: str, arguments: Sequence[str], env: Mapping[str, str]) -> NurseryProcess:
+        """Run Python code in a session of its own, with stdout and stderr in one pipe.
+
+        The code finds the arguments in `sys.argv`.
+        """
+        request = json.dumps({"code": code, "arguments": arguments, "env": dict(env)}).encode()
+        reading, writing = os.pipe()
+        number = len(self._pids)
+        try:
+            header = len(request).to_bytes(4, "little")
+            socket.send_fds(self._connection, [header], [writing])
+            self._connection.sendall(request)
+        finally:
+            os.close(writing)
+        with self.changed:
+            if not self.changed.wait_for(lambda: len(self._pids) > number, timeout=120):
+                raise AssertionError("the nursery does not answer")
+            return NurseryProcess(self, self._pids[number], os.fdopen(reading))
+
+    def _read(self) -> None:
+        with self._connection.makefile() as lines:
+            for line in lines:
+                pid, status = json.loads(line)
+                with self.changed:
+                    if status is None:
+                        self._pids.append(pid)
+                    else:
+                        self.statuses[pid] = status
+                    self.changed.notify_all()
+
+
+@cache
+def get_nursery() -> Nursery:
+    """Return the nursery of this process of the tests. It is started when it is first needed."""
+    return Nursery()
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)
+    for name in _LIBRARIES:
+        importlib.import_module(name)
+    # The modules of the server have a state of their own in each process.
+    _forget(
+        name
+        for name in set(sys.modules)
+        if name.startswith(("sensorium.server", "prometheus_client"))
+    )
+    gc.collect()
+    gc.freeze()
+    fork = _Fork()
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        children: dict[int, int] = {}  # descriptor of a process -> its id
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not connection:
+                    descriptor = key.fd
+                    selector.unregister(descriptor)
+                    os.close(descriptor)
+                    pid, status = os.waitpid(children.pop(descriptor), 0)
+                    _send(connection, pid, os.waitstatus_to_exitcode(status))
+                    continue
+                header, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
+                if not header:  # the tests have ended
+                    for pid in children.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return
+                request = json.loads(_receive(connection, int.from_bytes(header, "little")))
+                pid = fork.run_code(request, descriptors[0])
+                os.close(descriptors[0])
+                descriptor = os.pidfd_open(pid)
+                children[descriptor] = pid
+                selector.register(descriptor, selectors.EVENT_READ)
+                _send(connection, pid, None)
+
+
+def _send(connection: socket.socket, pid: int, status: int | None) -> None:
+    with suppress(ConnectionError):
+        connection.sendall(json.dumps([pid, status]).encode() + b"\n")
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        received += connection.recv(num_bytes - len(received))
+    return received
+
+
+class _Fork:
+    """Forks of this process, each as if it were a fresh interpreter with some modules loaded."""
+
+    def __init__(self) -> None:
+        self._modules = frozenset(sys.modules)
+        self._execute: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
+        subprocess._fork_exec = self._fork_or_execute  # type: ignore[attr-defined]
+
+    def run_code(self, request: dict[str, Any], output: int) -> int:
+        def run() -> None:
+            sys.argv = ["-c", *request["arguments"]]
+            exec(request["code"], {"__name__": "__main__"})
+
+        pid = os.fork()
+        if not pid:
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            self._become(run, request["env"], {0: nothing, 1: output, 2: output})
+        return pid
+
+    def _fork_or_execute(self, *given: Any) -> int:
+        """Replace the function with which `subprocess` starts all processes."""
+        command = [os.fsdecode(word) for word in given[0]]
+        if command[:3] != [sys.executable, "-P", "-m"] or not command[3].startswith("sensorium."):
+            return self._execute(*given)
+        _, _, _, kept, _, variables, stdin, _, _, stdout, _, stderr, _, errors = given[:14]
+        name, *arguments = command[3:]
+
+        def run() -> None:
+            sys.argv = [name, *arguments]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+        pid = os.fork()
+        if not pid:
+            Path("/proc/self/comm").write_text(name[-15:])  # for `get_command` and `ps`
+            env = dict(os.fsdecode(pair).split("=", 1) for pair in variables)
+            streams = {0: stdin, 1: stdout, 2: stderr}
+            streams = {to: fd for to, fd in streams.items() if fd >= 0}
+            # What is read from `errors` is why a program could not be run: here nothing.
+            self._become(run, env, streams, set(kept) - {errors})
+        return pid
+
+    def _become(
+        self,
+        run: Callable[[], None],
+        env: Mapping[str, str],
+        streams: Mapping[int, int],
+        kept: Collection[int] = (),
+    ) -> NoReturn:
+        """Run a program in this process, and end the process with it."""
+        status = 1
+        try:
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, default)
+            for to, descriptor in streams.items():
+                os.dup2(descriptor, to)
+            _close_all_but(kept)
+            asyncio._set_running_loop(None)
+            asyncio.set_event_loop_policy(None)
+            os.environ.clear()
+            os.environ.update(env)
+            tempfile.tempdir = None
+            logging.captureWarnings(False)
+            logging.basicConfig(level=logging.WARNING, handlers=[], force=True)
+            _forget(set(sys.modules) - self._modules)
+            sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+            sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+            if "OMP_NUM_THREADS" in env:
+                sys.modules["torch"].set_num_threads(int(env["OMP_NUM_THREADS"]))
+            run()
+            status = 0
+        except SystemExit as end:
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(Exception):
+                threading._shutdown()  # type: ignore[attr-defined]
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(status)
+
+
+def _forget(modules: Iterable[str]) -> None:
+    """Make this process load modules of ours anew. Libraries in C can be loaded once only."""
+    for name in modules:
+        if name.startswith(("sensorium", "prometheus_client")):
+            del sys.modules[name]
+
+
+def _close_all_but(kept: Collection[int]) -> None:
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in kept:
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()
