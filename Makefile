@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := .venv-clients
 PORT := 8000
-# One more than there are cores: tests of servers wait a good part of their time.
-NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Twice as many as there are cores: tests of servers wait a good part of their time.
+NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 2)
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := --numprocesses $(NUM_TESTERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # Servers under test start many processes, and each would compile all modules anew.
@@ -68,8 +68,9 @@ test: $(READY) $(CLIENTS)/.ready
 	$(PYTEST) $(IN_PARALLEL) --durations=25
 	$(BIN)/python scripts/make_models_doc.py --check
 
+# No more processes than there are cores, because none of them waits.
 test-fast: $(READY)
-	$(PYTEST) $(IN_PARALLEL) --fast tests/unit tests/property
+	$(PYTEST) $(IN_PARALLEL) --numprocesses auto --fast tests/unit tests/property
 
 references: $(READY)
 	rm -rf tests/references/$(shell uname -m)

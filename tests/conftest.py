@@ -33,6 +33,7 @@ httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 
 # Which tests start first: the folders whose groups take longest.
 _FOLDERS = ("integration", "parity", "property", "unit")
+_EXAMPLES = "_hypothesis_internal_use_settings"  # where `@settings` of Hypothesis leaves them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,7 +80,9 @@ def _get_rank(item: pytest.Item) -> tuple[int, bool]:
 
 
 def _keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that load models or start processes."""
+    """Leave out tests that load models or start processes, and take a tenth of the examples."""
+    settings.register_profile("fast", settings(), max_examples=settings().max_examples // 10)
+    settings.load_profile("fast")
     slow = [
         item
         for item in items
@@ -87,12 +90,21 @@ def _keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
     ]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in set(slow)]
+    for function in {getattr(item, "obj", None) for item in items}:
+        own = getattr(function, _EXAMPLES, None)
+        if own is not None:
+            fewer = max(10, own.max_examples // 10)
+            setattr(function, _EXAMPLES, settings(own, max_examples=fewer))
+    for machine in {getattr(item, "cls", None) for item in items}:
+        own = getattr(machine, "settings", None)
+        if isinstance(own, settings):
+            machine.settings = settings(own, max_examples=max(10, own.max_examples // 10))
 
 
 def pytest_collection_finish() -> None:
     """Spare the garbage collector the thousands of objects that stay until the end."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

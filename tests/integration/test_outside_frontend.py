@@ -6,7 +6,7 @@ What it injects serves later chats where it is trusted, and is kept apart where 
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +17,7 @@ import pytest
 from sensorium import LLM
 from tests.integration.generating import as_json, render
 from tests.support.clients import ask, make_png, make_url_part
+from tests.support.nursery import get_nursery
 from tests.support.server import ROOT, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server-trusting")
@@ -34,13 +35,12 @@ def ask_outside(
     url = f"data:image/png;base64,{as_json(make_png(SEED))}"
     body = render(omni_llm, ask(make_url_part("image", url), "What is this?"))
     (mm_hash,) = body["features"]["mm_hashes"]["image"]
-    command = [sys.executable, str(SCRIPT), "--model", tiny_model("qwen2_5_omni")]
-    command += ["--image", str(picture), "--hash", mm_hash]
+    code = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    flags = ["--model", tiny_model("qwen2_5_omni"), "--image", str(picture), "--hash", mm_hash]
 
     def run(server: ServerProcess) -> Any:
-        found = subprocess.run(
-            [*command, "--url", server.get_url()], capture_output=True, text=True, check=False
-        )
+        words = [*flags, "--url", server.get_url()]
+        found = get_nursery().run(code, words, env=os.environ, timeout=300)
         assert found.returncode == 0, found.stderr
         return json.loads(found.stdout)
 

@@ -18,10 +18,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nursery import get_nursery
 from tests.support.server import EMBEDDED_CACHE, POOL, ROOT, ServerProcess, serve
 
 pytestmark = pytest.mark.xdist_group("pages")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON = "python"
 SHELLS = ("sh", "bash")
 # Blocks that can't run in a test, with their numbers. Never add one without need.
 NOT_RUN = {"README.md": 1, "docs/sensorium-mini.md": 1}
@@ -66,7 +68,7 @@ RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(
 
 @pytest.fixture(scope="module")
 def page_server() -> Iterator[ServerProcess]:
-    with serve("sensorium-mini", *POOL, is_cold=True) as server:
+    with serve("sensorium-mini", *POOL) as server:
         yield server
 
 
@@ -76,7 +78,7 @@ def test_every_example_runs_as_it_is_printed(page: Path, page_server: ServerProc
     scripts = [block for block in blocks if block.language == "python"]
     if scripts:
         code = f"\nprint({BETWEEN!r}, end='')\n".join(block.code for block in scripts)
-        outputs = run([sys.executable, "-c", code], page_server).split(BETWEEN)
+        outputs = run([PYTHON, code], page_server).split(BETWEEN)
         for block, output in zip(scripts, outputs, strict=True):
             check(block, output)
     for block in blocks:
@@ -94,15 +96,18 @@ def run(command: list[str], server: ServerProcess) -> str:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "SENSORIUM_CACHE_DIR": EMBEDDED_CACHE,
     }
-    done = subprocess.run(
-        [*command[:-1], code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    if command[0] == PYTHON:
+        done = get_nursery().run(code, env=environment, timeout=TIMEOUT_S)
+    else:
+        done = subprocess.run(
+            [*command[:-1], code],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
     assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 from PIL import Image
 
 # What each family takes besides text.
@@ -68,6 +69,23 @@ _WORDS = ("the", "quick", "brown", "fox", "jumps", "lazy", "what", "is", "in", "
 Video = npt.NDArray[np.uint8]  # [frames, 3, height, width]
 Audio = npt.NDArray[np.float32]  # [samples], at 16 kHz
 Part = str | Image.Image | Video | Audio
+
+
+def in_turns(families: Sequence[str], settings: Mapping[str, Any]) -> list[Any]:
+    """Return parameters of a test: every family with every setting, which are given by their names.
+
+    Each family has one of them in every run, in turns. The others are for `make test-slow`.
+    """
+    return [
+        pytest.param(
+            family,
+            setting,
+            id=f"{family}-{name}",
+            marks=() if turn == place % len(settings) else pytest.mark.slow,
+        )
+        for place, family in enumerate(families)
+        for turn, (name, setting) in enumerate(settings.items())
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from sensorium import LLM, RequestOutput, SamplingParams
 from tests.parity.cases import (
     MODALITIES,
     MULTIMODAL_FAMILIES,
+    in_turns,
     make_audio,
     make_image,
     make_media,
@@ -27,7 +27,7 @@ from tests.unit.multimodal.cache.item_building import get_sent_sizes
 
 NUM_TOKENS = 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-CACHE_TYPES = ("lru", "shm")
+CACHE_TYPES = {"lru": "lru", "shm": "shm"}
 
 
 TinyModel = Callable[[str], str]
@@ -35,11 +35,6 @@ Tokens = list[tuple[int, ...]]
 ROOM_GB = 0.05
 # A page, which is the least that shared memory comes in: less than any item of these has.
 TINY_GB = 4096 / 2**30
-
-
-def in_turns(*cache_types: str) -> list[tuple[str, str]]:
-    """Each family with one of the types."""
-    return list(zip(MULTIMODAL_FAMILIES, cycle(cache_types), strict=False))
 
 
 def make_file(modality: str, *, seed: int) -> bytes:
@@ -118,8 +113,7 @@ def expected_of(tiny_model: TinyModel) -> Callable[[str], Tokens]:
     return generate
 
 
-@pytest.mark.parametrize("cache_type", CACHE_TYPES)
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize(("family", "cache_type"), in_turns(MULTIMODAL_FAMILIES, CACHE_TYPES))
 def test_processed_items_that_are_used_again_change_nothing(
     tiny_model: TinyModel, expected_of: Callable[[str], Tokens], family: str, cache_type: str
 ) -> None:
@@ -149,7 +143,7 @@ def test_processed_items_that_are_used_again_change_nothing(
         assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize(("family", "cache_type"), in_turns(*CACHE_TYPES))
+@pytest.mark.parametrize(("family", "cache_type"), in_turns(MULTIMODAL_FAMILIES, CACHE_TYPES))
 def test_a_cache_that_is_smaller_than_an_item_changes_nothing(
     tiny_model: TinyModel, expected_of: Callable[[str], Tokens], family: str, cache_type: str
 ) -> None:
@@ -166,7 +160,7 @@ def test_a_cache_that_is_smaller_than_an_item_changes_nothing(
         assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize(("family", "cache_type"), in_turns("shm", "lru"))
+@pytest.mark.parametrize(("family", "cache_type"), in_turns(MULTIMODAL_FAMILIES[::-1], CACHE_TYPES))
 def test_evictions_change_nothing(
     tiny_model: TinyModel, expected_of: Callable[[str], Tokens], family: str, cache_type: str
 ) -> None:

@@ -23,6 +23,7 @@ from tests.parity.cases import (
     MROPE_FAMILIES,
     MULTIMODAL_FAMILIES,
     Case,
+    in_turns,
     make_media,
 )
 from tests.parity.reference import GREEDY, Expected, ReferenceOf, get_differences
@@ -43,11 +44,16 @@ def test_without_a_mistake_there_is_no_difference(reference_of: ReferenceOf) -> 
 
 
 @pytest.mark.parametrize(
-    "change",
-    [torch.zeros_like, lambda e: e.roll(1, 0), lambda e: e.flip(0)],
-    ids=["zeros", "rolled", "reversed"],
+    ("family", "change"),
+    in_turns(
+        MULTIMODAL_FAMILIES,
+        {
+            "zeros": torch.zeros_like,
+            "rolled": lambda e: e.roll(1, 0),
+            "reversed": lambda e: e.flip(0),
+        },
+    ),
 )
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
 def test_wrong_embeddings_are_seen(
     reference_of: ReferenceOf, family: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:

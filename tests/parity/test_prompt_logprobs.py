@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sensorium import RequestOutput, SamplingParams
-from tests.parity.cases import FAMILIES
+from tests.parity.cases import FAMILIES, in_turns
 from tests.parity.reference import Expected, Reference, ReferenceOf
 from tests.support.engine import assert_nothing_is_left, make_llm
 
@@ -48,8 +48,10 @@ def check(output: RequestOutput, entry: Expected, logprobs: torch.Tensor) -> Non
         assert best == pytest.approx(float(logprobs[position].max()), abs=2e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24, "block_size": 4}], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    in_turns(FAMILIES, {"whole": {}, "pieces": {"max_num_batched_tokens": 24, "block_size": 4}}),
+)
 def test_they_are_those_of_a_forward_pass(
     reference_of: ReferenceOf, family: str, options: dict[str, Any]
 ) -> None:

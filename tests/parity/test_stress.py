@@ -28,7 +28,10 @@ SEED = 0
 
 
 # Each has a close relative that is stressed in every run.
-LONGER = ("gemma3", "llava_onevision", "qwen2_audio", "qwen2_vl", "smolvlm")
+LONGER = (
+    *("gemma3", "idefics3", "llava_onevision", "qwen2_audio", "qwen2_vl", "qwen2_5_vl", "smolvlm"),
+    "voxtral",
+)
 STRESSED = [
     pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in MAIN_FAMILIES
 ]

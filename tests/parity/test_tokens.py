@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.parity.cases import FAMILIES, MODALITIES, MULTIMODAL_FAMILIES, make_repeated_case
+from tests.parity.cases import (
+    FAMILIES,
+    MODALITIES,
+    MULTIMODAL_FAMILIES,
+    in_turns,
+    make_repeated_case,
+)
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 from tests.support.engine import (
     ROOMS,
@@ -34,8 +40,7 @@ def test_a_request_alone_gives_the_reference_tokens(reference_of: ReferenceOf, f
 
 
 @pytest.mark.check("budgets")
-@pytest.mark.parametrize("budget", [7, 24, 4096])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "budget"), in_turns(FAMILIES, {"7": 7, "24": 24, "4096": 4096}))
 def test_staggered_requests_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, budget: int
 ) -> None:
@@ -151,10 +156,18 @@ def test_items_that_are_kept_whole_give_the_reference_tokens(
 
 
 @pytest.mark.check("preemption")
-@pytest.mark.parametrize(("budget", "enable_prefix_caching"), [(24, True), (4096, False)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    in_turns(
+        FAMILIES,
+        {
+            "24": {"max_num_batched_tokens": 24, "enable_prefix_caching": True},
+            "4096": {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
+        },
+    ),
+)
 def test_preempted_requests_give_the_reference_tokens(
-    reference_of: ReferenceOf, family: str, budget: int, enable_prefix_caching: bool
+    reference_of: ReferenceOf, family: str, options: dict[str, Any]
 ) -> None:
     reference = reference_of(family)
     longest = max(len(entry.prompt_token_ids) for entry in reference.expected) + NUM_TOKENS
@@ -164,8 +177,7 @@ def test_preempted_requests_give_the_reference_tokens(
             reference.directory,
             max_model_len=longest,
             block_size=1,
-            max_num_batched_tokens=budget,
-            enable_prefix_caching=enable_prefix_caching,
+            **options,
             kv_cache_memory_bytes=get_kv_bytes(make_probe(reference.directory), longest + room),
         )
         trace = Trace(llm)

@@ -30,7 +30,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -43,12 +43,13 @@ _LIBRARIES = (
     "av",
     "soxr",
 )
+_START_S = 240.0  # long, because the machine may be busy
 
 
 class NurseryProcess:
     """A process that was started by a nursery. Its methods are those of `subprocess.Popen`."""
 
-    def __init__(self, nursery: Nursery, pid: int, stdout: IO[str]) -> None:
+    def __init__(self, nursery: Nursery, pid: int, stdout: IO[str] | None) -> None:
         self.pid = pid
         self.stdout = stdout
         self.returncode: int | None = None
@@ -96,24 +97,54 @@ class Nursery:
         self._connection = ours
         threading.Thread(target=self._read, daemon=True).start()
 
-    def start(self, code: str, arguments: Sequence[str], env: Mapping[str, str]) -> NurseryProcess:
-        """Run Python code in a session of its own, with stdout and stderr in one pipe.
+    def start(
+        self,
+        code: str,
+        arguments: Sequence[str] = (),
+        *,
+        env: Mapping[str, str],
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> NurseryProcess:
+        """Run Python code in a session of its own, with the arguments in `sys.argv`.
 
-        The code finds the arguments in `sys.argv`.
+        Without descriptors for stdout and stderr, both are one pipe, which the result has.
         """
-        request = json.dumps({"code": code, "arguments": arguments, "env": dict(env)}).encode()
-        reading, writing = os.pipe()
+        with ExitStack() as stack:
+            reading = None
+            if stdout is None:
+                ours, stdout = os.pipe()
+                stack.callback(os.close, stdout)
+                reading = os.fdopen(ours)
+            pid = self._request(
+                [code, [*arguments], dict(env), os.getcwd()], stdout, stderr or stdout
+            )
+        return NurseryProcess(self, pid, reading)
+
+    def _request(self, request: Any, *descriptors: int) -> int:
+        """Send a request, and return the id of the process that was started for it."""
+        content = json.dumps(request).encode()
         number = len(self._pids)
-        try:
-            header = len(request).to_bytes(4, "little")
-            socket.send_fds(self._connection, [header], [writing])
-            self._connection.sendall(request)
-        finally:
-            os.close(writing)
+        socket.send_fds(self._connection, [len(content).to_bytes(4, "little")], descriptors)
+        self._connection.sendall(content)
         with self.changed:
-            if not self.changed.wait_for(lambda: len(self._pids) > number, timeout=120):
+            if not self.changed.wait_for(lambda: len(self._pids) > number, timeout=_START_S):
                 raise AssertionError("the nursery does not answer")
-            return NurseryProcess(self, self._pids[number], os.fdopen(reading))
+            return self._pids[number]
+
+    def run(
+        self, code: str, arguments: Sequence[str] = (), *, env: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Run Python code to its end, and return its exit status and what it printed."""
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            streams = {"stdout": out.fileno(), "stderr": errors.fileno()}
+            process = self.start(code, arguments, env=env, **streams)
+            try:
+                status = process.wait(timeout)
+            finally:
+                process.kill()
+            texts = [Path(f"/proc/self/fd/{file.fileno()}").read_text() for file in (out, errors)]
+        return subprocess.CompletedProcess(code, status, *texts)
 
     def _read(self) -> None:
         with self._connection.makefile() as lines:
@@ -136,6 +167,7 @@ def get_nursery() -> Nursery:
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
+    gc.disable()
     for name in _LIBRARIES:
         importlib.import_module(name)
     # The modules of the server have a state of their own in each process.
@@ -144,8 +176,8 @@ def main() -> None:
         for name in set(sys.modules)
         if name.startswith(("sensorium.server", "prometheus_client"))
     )
-    gc.collect()
     gc.freeze()
+    gc.enable()
     fork = _Fork()
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -159,14 +191,15 @@ def main() -> None:
                     pid, status = os.waitpid(children.pop(descriptor), 0)
                     _send(connection, pid, os.waitstatus_to_exitcode(status))
                     continue
-                header, descriptors, _, _ = socket.recv_fds(connection, 4, 1)
+                header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
                 if not header:  # the tests have ended
                     for pid in children.values():
                         os.kill(pid, signal.SIGKILL)
                     return
                 request = json.loads(_receive(connection, int.from_bytes(header, "little")))
-                pid = fork.run_code(request, descriptors[0])
-                os.close(descriptors[0])
+                pid = fork.run_code(*request, *descriptors)
+                for opened in descriptors:
+                    os.close(opened)
                 descriptor = os.pidfd_open(pid)
                 children[descriptor] = pid
                 selector.register(descriptor, selectors.EVENT_READ)
@@ -193,15 +226,24 @@ class _Fork:
         self._execute: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
         subprocess._fork_exec = self._fork_or_execute  # type: ignore[attr-defined]
 
-    def run_code(self, request: dict[str, Any], output: int) -> int:
+    def run_code(
+        self,
+        code: str,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        directory: str,
+        stdout: int,
+        stderr: int,
+    ) -> int:
         def run() -> None:
-            sys.argv = ["-c", *request["arguments"]]
-            exec(request["code"], {"__name__": "__main__"})
+            os.chdir(directory)
+            sys.argv = ["-c", *arguments]
+            exec(code, {"__name__": "__main__"})
 
         pid = os.fork()
         if not pid:
             nothing = os.open(os.devnull, os.O_RDONLY)
-            self._become(run, request["env"], {0: nothing, 1: output, 2: output})
+            self._become(run, env, {0: nothing, 1: stdout, 2: stderr})
         return pid
 
     def _fork_or_execute(self, *given: Any) -> int:

@@ -33,7 +33,7 @@ _RENDER_DEFAULTS = _DEFAULTS[1:]
 POOL = ("--mm-processor-pool-size", "1")
 # Where the embedded model is unpacked, once for all tests of a checkout.
 EMBEDDED_CACHE = str(ROOT / "build" / "embedded")
-_COMMAND = "from sensorium.cli import main; main()"
+COMMAND = "from sensorium.cli import main; main()"
 _READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
 
 
@@ -65,7 +65,7 @@ class ServerProcess:
         self.process: subprocess.Popen[str] | NurseryProcess
         if is_cold or "PYTHONPATH" in variables:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _COMMAND, *arguments],
+                [sys.executable, "-c", COMMAND, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -74,7 +74,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         else:
-            self.process = get_nursery().start(_COMMAND, arguments, environment)
+            self.process = get_nursery().start(COMMAND, arguments, env=environment)
         self.flags = flags
         self.lines: list[str] = []  # of stdout and stderr
         self.url: str | None = None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,9 +16,10 @@ import pytest
 
 from attacks.full_disk import CannotMountError, attack, get_free_bytes, small_disk
 from attacks.neighbours import Neighbours
+from tests.support.nursery import NurseryProcess, get_nursery
 from tests.support.server import (
+    COMMAND,
     POOL,
-    ROOT,
     START_TIMEOUT_S,
     ServerProcess,
     get_descendants,
@@ -93,16 +92,10 @@ def test_a_full_disk_costs_no_request_and_no_process(disk: Path) -> None:
 @contextmanager
 def serve_with_full_log(log: Path) -> Iterator[str]:
     """The address of a server whose both streams go to a file on a disk that is soon full."""
-    command = "from sensorium.cli import main; main()"
+    words = ["serve", MODEL, "--port", "0"]
     with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-c", command, "serve", MODEL, "--port", "0"],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
+        output = file.fileno()
+        process = get_nursery().start(COMMAND, words, env=os.environ, stdout=output)
     try:
         yield _wait_for_address(process, log)
         process.send_signal(signal.SIGTERM)
@@ -113,7 +106,7 @@ def serve_with_full_log(log: Path) -> Iterator[str]:
         process.wait(60)
 
 
-def _wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_for_address(process: NurseryProcess, log: Path) -> str:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(r"Sensorium is ready: (http://[\d.:]+)", log.read_text())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _SCRIPT = """
 import sys
 import sensorium.models
@@ -16,6 +18,7 @@ print("CLIPModel" in dir(transformers.models), "clip" in dir(transformers.models
 """
 
 
+@pytest.mark.processes
 def test_files_of_models_are_not_read_a_second_time() -> None:
     result = subprocess.run(
         [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=300, check=False

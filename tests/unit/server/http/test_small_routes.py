@@ -136,7 +136,7 @@ def test_requests_made_from_the_document_get_documented_answers(
     strategy = operation.as_strategy(generation_mode=mode)
 
     @settings(
-        max_examples=num_cases,
+        max_examples=min(num_cases, settings().max_examples),
         deadline=None,
         database=None,
         derandomize=True,
