@@ -70,12 +70,13 @@ cache has. Asking for more is refused.
 ## Parity
 
 What the tests compare with Transformers, on tiny random models in float32: the number of tests that
-passed. Every family has its processor outputs, prompts, decoder inputs and logits compared stage by
-stage, then greedy tokens: alone, staggered with budgets of 7, 24 and 4096 tokens, with cached
-prefixes and encoder outputs, with a full encoder cache and preempted; and once more with steps that
-are replayed from fixed memory, as CUDA graphs are. Most are also sampled under neighbours and put
-under a random stress; where that column is empty, a close relative stands for the family
-(`make test-slow` has more of them). *Controls* are deliberate mistakes that must change tokens.
+passed in a run of `make test`. Every family has its processor outputs, prompts, decoder inputs and
+logits compared stage by stage, then greedy tokens: alone, staggered with budgets of 7, 24 and 4096
+tokens, with cached prefixes and encoder outputs, with a full encoder cache and preempted; and once
+more with steps that are replayed from fixed memory, as CUDA graphs are. They are also sampled under
+neighbours, and put under a random stress. `make test` takes the settings of a test in turns, one
+for each family. Where a column is empty, a close relative stands for the family. `make test-slow`
+runs all others. *Controls* are deliberate mistakes that must change tokens.
 """
 
 

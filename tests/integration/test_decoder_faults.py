@@ -11,13 +11,13 @@ import httpx
 import pytest
 
 from tests.support.media import make_melody, write_sound
-from tests.support.server import POOL, ROOT, ServerProcess
+from tests.support.server import POOL, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("decoder-faults")
 
 MARK = b"this file meets a bug of ours"
-# Every process of the server imports this when it starts. Only the marked file meets the bug, so
-# that everything which the server does on its own works.
+# The server runs this before all else, and its processes are forks. Only the marked file meets the
+# bug, so that everything which the server does on its own works.
 BUG = f"""
 import io
 import av
@@ -35,11 +35,8 @@ SOUND = write_sound(make_melody(8000), "WAV", "PCM_16")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("bug")
-    (folder / "sitecustomize.py").write_text(BUG)
-    path = f"{folder}:{ROOT / 'src'}"
-    server = ServerProcess("sensorium-mini", *POOL, PYTHONPATH=path)
+def server() -> Iterator[ServerProcess]:
+    server = ServerProcess("sensorium-mini", *POOL, before=BUG)
     try:
         server.wait_until_ready()
         yield server

@@ -39,22 +39,12 @@ MODALITIES: dict[str, tuple[str, ...]] = {
     "qwen3_vl_moe": ("image", "video"),
 }
 FAMILIES = tuple(MODALITIES)
-# Without those that differ from one of these in a processor or a flag only.
-MAIN_FAMILIES = tuple(
-    family
-    for family in FAMILIES
-    if family
-    not in (
-        "llava_next",
-        "internvl",
-        "glm4v",
-        "gemma4_causal",
-        "audioflamingo3",
-        "aya_vision",
-        "cohere2_vision",
-        "qwen3_vl_moe",
-    )
+# Each differs from one of the other families in a processor or a flag only.
+RELATIVES = (
+    *("llava_next", "internvl", "glm4v", "gemma4_causal", "audioflamingo3", "aya_vision"),
+    *("cohere2_vision", "qwen3_vl_moe"),
 )
+MAIN_FAMILIES = tuple(family for family in FAMILIES if family not in RELATIVES)
 MULTIMODAL_FAMILIES = tuple(family for family in FAMILIES if MODALITIES[family])
 MROPE_FAMILIES = (
     "qwen2_vl",
@@ -69,6 +59,28 @@ _WORDS = ("the", "quick", "brown", "fox", "jumps", "lazy", "what", "is", "in", "
 Video = npt.NDArray[np.uint8]  # [frames, 3, height, width]
 Audio = npt.NDArray[np.float32]  # [samples], at 16 kHz
 Part = str | Image.Image | Video | Audio
+
+
+def with_slow_relatives(families: Sequence[str]) -> list[Any]:
+    """Return families as parameters of a test of the engine, which treats relatives alike.
+
+    Relatives are for `make test-slow`.
+    """
+    return [
+        pytest.param(family, marks=pytest.mark.slow if family in RELATIVES else ())
+        for family in families
+    ]
+
+
+def every_second(families: Sequence[str], first: int) -> list[Any]:
+    """Return families as parameters of a test. Every second one is for `make test-slow`.
+
+    `first` is 0 or 1, the index of the first one that is in every run.
+    """
+    return [
+        pytest.param(family, marks=() if place % 2 == first else pytest.mark.slow)
+        for place, family in enumerate(families)
+    ]
 
 
 def in_turns(families: Sequence[str], settings: Mapping[str, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from sensorium.types.scheduling import StepMode
-from tests.parity.cases import FAMILIES
+from tests.parity.cases import FAMILIES, with_slow_relatives
 from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
 from tests.parity.graph_parts import use_graphs
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
@@ -31,7 +31,7 @@ _EAGER = {
 
 
 @pytest.mark.check("graphs")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(FAMILIES))
 def test_replayed_steps_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

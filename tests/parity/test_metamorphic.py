@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium import SamplingParams
-from tests.parity.cases import MAIN_FAMILIES, MODALITIES, Case, make_media
+from tests.parity.cases import MAIN_FAMILIES, MODALITIES, Case, every_second, make_media
 from tests.parity.reference import Reference, ReferenceOf
 from tests.support.engine import ROOMS, Trace, get_kv_bytes, get_token_ids, make_llm, make_probe
 
@@ -31,6 +31,7 @@ KNOBS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.1, "min_tokens": 4, "stop_token_ids": (30,), "logprobs": 2},
 )
 Tokens = list[tuple[int, ...]]
+_TAKE_MEDIA = tuple(family for family in MAIN_FAMILIES if MODALITIES[family])
 
 
 def get_prompts(reference: Reference) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ def alone(reference_of: ReferenceOf) -> Any:
     return generate
 
 
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MAIN_FAMILIES, 1))
 def test_sampling_is_not_greedy_and_follows_the_seed(
     reference_of: ReferenceOf, alone: Any, family: str
 ) -> None:
@@ -71,7 +72,7 @@ def test_sampling_is_not_greedy_and_follows_the_seed(
     assert other == other_again != first
 
 
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MAIN_FAMILIES, 0))
 def test_every_knob_changes_the_tokens(reference_of: ReferenceOf, alone: Any, family: str) -> None:
     llm = make_llm(reference_of(family).directory)
     plain = [replace(SAMPLED, seed=seed) for seed in range(8)]
@@ -80,7 +81,7 @@ def test_every_knob_changes_the_tokens(reference_of: ReferenceOf, alone: Any, fa
     assert sum(without != with_knobs for without, with_knobs in pairs) >= 4
 
 
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MAIN_FAMILIES, 1))
 def test_neighbours_in_the_batch_change_nothing(
     reference_of: ReferenceOf, alone: Any, family: str
 ) -> None:
@@ -91,7 +92,7 @@ def test_neighbours_in_the_batch_change_nothing(
     assert trace.most_requests_in_a_step == 8
 
 
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MAIN_FAMILIES, 0))
 def test_chunks_change_nothing(reference_of: ReferenceOf, alone: Any, family: str) -> None:
     llm = make_llm(reference_of(family).directory, max_num_batched_tokens=9)
     trace = Trace(llm)
@@ -101,7 +102,7 @@ def test_chunks_change_nothing(reference_of: ReferenceOf, alone: Any, family: st
     assert len(partial) > 8
 
 
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MAIN_FAMILIES, 1))
 def test_cached_prefixes_change_nothing(reference_of: ReferenceOf, alone: Any, family: str) -> None:
     llm = make_llm(reference_of(family).directory)
     prompts = get_prompts(reference_of(family))
@@ -111,7 +112,7 @@ def test_cached_prefixes_change_nothing(reference_of: ReferenceOf, alone: Any, f
     assert sum(output.num_cached_tokens > 0 for output in outputs) >= 3
 
 
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MAIN_FAMILIES, 0))
 def test_preemptions_change_nothing(reference_of: ReferenceOf, alone: Any, family: str) -> None:
     reference = reference_of(family)
     longest = max(len(entry.prompt_token_ids) for entry in reference.expected[:8]) + NUM_TOKENS
@@ -130,7 +131,7 @@ def test_preemptions_change_nothing(reference_of: ReferenceOf, alone: Any, famil
     pytest.fail("nobody was preempted")
 
 
-@pytest.mark.parametrize("family", MAIN_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MAIN_FAMILIES, 1))
 def test_the_order_of_service_changes_nothing(
     reference_of: ReferenceOf, alone: Any, family: str
 ) -> None:
@@ -146,7 +147,7 @@ def test_the_order_of_service_changes_nothing(
     assert started == [-3, -2, -1, 0]
 
 
-@pytest.mark.parametrize("family", [family for family in MAIN_FAMILIES if MODALITIES[family]])
+@pytest.mark.parametrize("family", every_second(_TAKE_MEDIA, 0))
 def test_an_item_that_was_sent_before_changes_nothing(
     reference_of: ReferenceOf, family: str
 ) -> None:

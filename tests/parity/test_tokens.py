@@ -12,6 +12,7 @@ from tests.parity.cases import (
     MULTIMODAL_FAMILIES,
     in_turns,
     make_repeated_case,
+    with_slow_relatives,
 )
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 from tests.support.engine import (
@@ -77,7 +78,7 @@ def test_every_block_size_gives_the_reference_tokens(
 
 
 @pytest.mark.check("prefix cache")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(FAMILIES))
 def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory, max_num_batched_tokens=24)
@@ -92,7 +93,7 @@ def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, fa
 
 
 @pytest.mark.check("encoder cache")
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(MULTIMODAL_FAMILIES))
 def test_cached_encoder_outputs_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -126,7 +127,7 @@ def test_an_item_that_stands_twice_in_a_prompt_is_encoded_once(
 
 
 @pytest.mark.check("eviction")
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(MULTIMODAL_FAMILIES))
 def test_a_full_encoder_cache_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -143,7 +144,7 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
 
 
 @pytest.mark.check("whole items")
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(MULTIMODAL_FAMILIES))
 def test_items_that_are_kept_whole_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:

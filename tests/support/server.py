@@ -46,12 +46,14 @@ class ServerProcess:
         *flags: str,
         command: str = "serve",
         is_cold: bool = False,
+        before: str = "",
         **variables: str,
     ) -> None:
         """Start the server, with `variables` added to its environment.
 
         A cold server loads all libraries, as when a user starts it. Others are forks of a process
-        that has loaded them.
+        that has loaded them. They run the code `before` at first, and their children inherit what
+        it has changed in the libraries.
         """
         own = {
             "PYTHONPATH": str(ROOT / "src"),
@@ -63,7 +65,7 @@ class ServerProcess:
         added = [word for pair in defaults if pair[0] not in flags for word in pair]
         arguments = [command, model, "--port", "0", *flags, *added]
         self.process: subprocess.Popen[str] | NurseryProcess
-        if is_cold or "PYTHONPATH" in variables:
+        if is_cold:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", COMMAND, *arguments],
                 stdin=subprocess.DEVNULL,
@@ -74,7 +76,7 @@ class ServerProcess:
                 start_new_session=True,
             )
         else:
-            self.process = get_nursery().start(COMMAND, arguments, env=environment)
+            self.process = get_nursery().start(before + COMMAND, arguments, env=environment)
         self.flags = flags
         self.lines: list[str] = []  # of stdout and stderr
         self.url: str | None = None

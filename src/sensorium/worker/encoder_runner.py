@@ -156,7 +156,8 @@ class EncoderRunner:
         """
         if len(embeds) != num_expected:
             raise RequestError(
-                f"the encoder made {len(embeds)} embeddings for a placeholder of {num_expected}"
+                f"the encoder made {len(embeds)} embeddings for an item that has {num_expected} "
+                "places in the prompt"
             )
         return self._adapter.to_model(embeds.clone())
 

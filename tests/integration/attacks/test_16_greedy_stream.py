@@ -16,7 +16,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.xdist_group("attack-16")
 
 MODEL = "sensorium-mini"
-STREAM_TIMEOUT_S = 8.0
+STREAM_TIMEOUT_S = 4.0
 BOUND_S = 60.0
 RUNNING = "vllm:num_requests_running"
 
@@ -59,7 +59,7 @@ def test_a_stream_that_is_not_read_is_ended_and_its_request_with_it(server: Serv
         wait_until_idle(server)
         assert server.get_metrics()[aborted] - before == 64
         assert is_ended(connection)
-    server.wait_for_output("a client read nothing for 8 s")
+    server.wait_for_output("a client read nothing for 4 s")
 
 
 def read_slowly(connection: socket.socket, seconds: float) -> int:

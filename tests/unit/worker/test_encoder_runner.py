@@ -93,7 +93,7 @@ def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache)
     jobs.append(take("large", torch.full((2, 2), 1e30).double() * 1e30, 2))
     failed = runner.run(jobs)
     assert failed.keys() == {"few", "large"}
-    assert "made 1 embeddings for a placeholder of 2" in failed["few"]
+    assert "made 1 embeddings for an item that has 2 places" in failed["few"]
     assert "not finite" in failed["large"]
     assert "good" in cache
 

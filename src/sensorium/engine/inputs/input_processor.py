@@ -362,7 +362,7 @@ class InputProcessor:
         media_io_kwargs = dict(self._media_io_kwargs)
         for modality, options in prompt.media_io_kwargs.items():
             if not isinstance(options, Mapping):
-                raise RequestError("must be a mapping", path=("media_io_kwargs", str(modality)))
+                raise RequestError("must be an object", path=("media_io_kwargs", str(modality)))
             media_io_kwargs[modality] = {**media_io_kwargs.get(modality, {}), **options}
         processor_kwargs = {**self._mm_processor_kwargs, **own}
         for modality in {item.modality for item in prompt.media if item.is_encoded}:

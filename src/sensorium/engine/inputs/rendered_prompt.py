@@ -36,7 +36,10 @@ MAX_HASH_LENGTH = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedItem:
-    """A checked media item of a rendered prompt, which came as token ids with placeholders."""
+    """A media item of a rendered prompt: of token ids in which placeholders stand for media.
+
+    What the request says about the item has been checked.
+    """
 
     path: FieldPath  # of its placeholder, for errors
     given_hash: str  # as the caller wrote it; caches use the name in `feature`

@@ -166,10 +166,10 @@ def _get_lengths(starts: torch.Tensor) -> PackedLengths:
 
 
 def compute_on_host(towers: Iterable[PreTrainedModel]) -> None:
-    """Replace the functions with which encoders compute lengths and positions.
+    """Make encoders compute the lengths and positions of their sequences on the host.
 
-    Inside `keep_host_copies`, the replacements compute on the host and don't wait for the device.
-    Each Python module that defines an encoder is changed once.
+    Their functions for it are replaced by others that, inside `keep_host_copies`, don't wait for
+    the device. Each Python module that defines an encoder is changed once.
     """
     for name in {type(tower).__module__ for tower in towers}:
         names = vars(sys.modules[name])

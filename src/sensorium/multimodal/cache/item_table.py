@@ -220,7 +220,7 @@ class ItemTable:
                 self._add(entry)
 
     def _pin_kept(self, handle: ItemHandle) -> bool:
-        """Make the handle keep the entry that the cache has now for its hash from being evicted.
+        """Pin the entry that the cache has now for the hash of a handle, and unpin its former one.
 
         Return False, and change nothing, if the cache has no such entry.
         """

@@ -165,8 +165,10 @@ class Channel:
         ]
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
-        if not prefix or flags & socket.MSG_CTRUNC:
-            raise ChannelError("the other process has ended, or sent too many file descriptors")
+        if not prefix:
+            raise ChannelError("the connection was closed by the process at its other end")
+        if flags & socket.MSG_CTRUNC:
+            raise ChannelError("a message of the pool has more file descriptors than it may")
         return prefix + self._receive_exactly(_PREFIX.size - len(prefix), deadline), descriptors
 
     def _receive_exactly(self, num_bytes: int, deadline: float | None) -> bytearray:

@@ -28,7 +28,7 @@ class Lark:
         return "".join(f"{name}: {body}\n" for name, body in self._rules.items())
 
     def add(self, name: str, body: str) -> str:
-        """Add a rule or replace the one of that name, and return the name for other rules."""
+        """Add or replace the rule of this name, and return the name for other rules to use."""
         self._rules[name] = body
         return name
 

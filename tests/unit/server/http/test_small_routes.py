@@ -122,8 +122,8 @@ def test_every_schema_of_the_document_is_one(server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("path", "method", "num_cases"),
     [
-        ("/v1/chat/completions", "POST", 50),
-        ("/v1/completions", "POST", 50),
+        ("/v1/chat/completions", "POST", 25),
+        ("/v1/completions", "POST", 25),
     ],
 )
 def test_requests_made_from_the_document_get_documented_answers(
