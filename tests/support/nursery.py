@@ -42,6 +42,15 @@ _LIBRARIES = (
     "sensorium.multimodal.processing.item_backend",
     "av",
     "soxr",
+    # What Transformers loads for the models that servers are tested with.
+    "transformers.tokenization_mistral_common",
+    "transformers.models.qwen2_5_omni.modeling_qwen2_5_omni",
+    "transformers.models.qwen2_5_omni.processing_qwen2_5_omni",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl",
+    "transformers.models.qwen2_vl.video_processing_qwen2_vl",
+    "transformers.models.whisper.feature_extraction_whisper",
 )
 _START_S = 240.0  # long, because the machine may be busy
 
@@ -83,6 +92,7 @@ class Nursery:
     def __init__(self) -> None:
         self.statuses: dict[int, int] = {}  # exit statuses of processes that have ended
         self.changed = threading.Condition()
+        self._num_requests = 0
         self._pids: list[int] = []  # of processes that were started, in the order of the requests
         ours, theirs = socket.socketpair()
         with theirs:
@@ -124,10 +134,11 @@ class Nursery:
     def _request(self, request: Any, *descriptors: int) -> int:
         """Send a request, and return the id of the process that was started for it."""
         content = json.dumps(request).encode()
-        number = len(self._pids)
-        socket.send_fds(self._connection, [len(content).to_bytes(4, "little")], descriptors)
-        self._connection.sendall(content)
-        with self.changed:
+        with self.changed:  # requests of several threads are sent and answered in one order
+            number = self._num_requests
+            self._num_requests += 1
+            socket.send_fds(self._connection, [len(content).to_bytes(4, "little")], descriptors)
+            self._connection.sendall(content)
             if not self.changed.wait_for(lambda: len(self._pids) > number, timeout=_START_S):
                 raise AssertionError("the nursery does not answer")
             return self._pids[number]
@@ -153,6 +164,7 @@ class Nursery:
                 with self.changed:
                     if status is None:
                         self._pids.append(pid)
+                        self.statuses.pop(pid, None)  # the system gives ids again
                     else:
                         self.statuses[pid] = status
                     self.changed.notify_all()
