@@ -216,8 +216,10 @@ class ReadyHandler:
         self._kwargs = _make_tensors()
         self._store = ShmStore.attach(int(settings)) if settings else None
 
-    def __call__(self, job: bytes, block: memoryview) -> tuple[bytes, MultiModalKwargsItem]:
-        del block
+    def __call__(
+        self, job: bytes, block: memoryview, *, max_cost_s: float
+    ) -> tuple[bytes, MultiModalKwargsItem]:
+        del block, max_cost_s
         if not job:
             return b"", {}
         item = ProcessedItem(
@@ -229,9 +231,6 @@ class ReadyHandler:
         assert reference is not None
         self._store.release(reference)
         return f"{reference.slot} {reference.generation}".encode(), {}
-
-    def acknowledge(self) -> None:
-        pass
 
     def close(self) -> None:
         pass
