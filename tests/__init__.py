@@ -5,5 +5,7 @@ time in which all others are; it is on again when they are collected.
 """
 
 import gc
+import sys
 
-gc.disable()
+if "pytest" in sys.modules:  # and not a program that a test runs, which would never have it again
+    gc.disable()

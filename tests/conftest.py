@@ -91,14 +91,15 @@ def _keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in set(slow)]
     for function in {getattr(item, "obj", None) for item in items}:
-        own = getattr(function, _EXAMPLES, None)
-        if own is not None:
-            fewer = max(10, own.max_examples // 10)
-            setattr(function, _EXAMPLES, settings(own, max_examples=fewer))
+        _take_fewer_examples(function, _EXAMPLES)
     for machine in {getattr(item, "cls", None) for item in items}:
-        own = getattr(machine, "settings", None)
-        if isinstance(own, settings):
-            machine.settings = settings(own, max_examples=max(10, own.max_examples // 10))
+        _take_fewer_examples(machine, "settings")
+
+
+def _take_fewer_examples(owner: object, name: str) -> None:
+    own = getattr(owner, name, None)
+    if isinstance(own, settings):
+        setattr(owner, name, settings(own, max_examples=max(10, own.max_examples // 10)))
 
 
 def pytest_collection_finish() -> None:

@@ -226,7 +226,10 @@ def _send(connection: socket.socket, pid: int, status: int | None) -> None:
 def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     received = b""
     while len(received) < num_bytes:
-        received += connection.recv(num_bytes - len(received))
+        piece = connection.recv(num_bytes - len(received))
+        if not piece:
+            raise EOFError("the tests ended in the middle of a request")
+        received += piece
     return received
 
 
@@ -316,7 +319,7 @@ class _Fork:
             if isinstance(end.code, str):
                 print(end.code, file=sys.stderr)
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
+        except BaseException:  # as an interpreter does: print it, and end with status 1
             traceback.print_exc()
         finally:
             with suppress(Exception):
