@@ -70,17 +70,18 @@ test: $(READY) $(CLIENTS)/.ready
 
 # No more processes than there are cores, because none of them waits.
 test-fast: $(READY)
-	$(PYTEST) $(IN_PARALLEL) --numprocesses auto --fast tests/unit tests/property
+	$(PYTEST) $(IN_PARALLEL) --numprocesses auto --fast --examples=tenth tests/unit tests/property
 
 references: $(READY)
 	rm -rf tests/references/$(shell uname -m)
 	$(PYTEST) $(IN_PARALLEL) --references=write tests/parity
 
 test-slow: $(READY)
-	$(PYTEST) -m slow --references=fresh
+	$(PYTEST) -m slow --references=fresh --examples=all
 	$(PYTEST) $(IN_PARALLEL) --references=fresh tests/parity
-	$(PYTEST) -p tests.unsteady --numprocesses $(NUM_TESTERS) tests/unit/multimodal
-	$(PYTEST) --hypothesis-profile=random --numprocesses $(NUM_TESTERS) tests/property
+	$(PYTEST) -p tests.unsteady --numprocesses $(NUM_TESTERS) --examples=all tests/unit/multimodal
+	$(PYTEST) --hypothesis-profile=random --examples=all --numprocesses $(NUM_TESTERS) tests/property
+	$(PYTEST) $(IN_PARALLEL) -m 'hypothesis and not slow and not real' --examples=all tests/unit tests/integration
 
 test-real: $(READY)
 	$(PYTEST) -m real tests/real

@@ -33,7 +33,9 @@ httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 
 # Which tests start first: the folders whose groups take longest.
 _FOLDERS = ("integration", "parity", "property", "unit")
-_EXAMPLES = "_hypothesis_internal_use_settings"  # where `@settings` of Hypothesis leaves them
+_SETTINGS = "_hypothesis_internal_use_settings"  # where `@settings` of Hypothesis leaves them
+_DIVISORS = {"all": 1, "third": 3, "tenth": 10}
+_LEAST_EXAMPLES = 10
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +47,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "compute all and compare them with the files, or write the files",
     )
     parser.addoption("--fast", action="store_true", help="leave out models and processes")
+    parser.addoption(
+        "--examples",
+        choices=tuple(_DIVISORS),
+        default="third",
+        help="how many of their random examples the tests with Hypothesis try, but at least 10",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,6 +71,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if config.getoption("fast"):
         _keep_fast(config, items)
+    _take_fewer_examples(items, _DIVISORS[config.getoption("examples")])
     for item in items:
         parameters = getattr(item, "callspec", None)
         family = parameters.params.get("family") if parameters is not None else None
@@ -80,9 +89,7 @@ def _get_rank(item: pytest.Item) -> tuple[int, bool]:
 
 
 def _keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests that load models or start processes, and take a tenth of the examples."""
-    settings.register_profile("fast", settings(), max_examples=settings().max_examples // 10)
-    settings.load_profile("fast")
+    """Leave out tests that load models or start processes."""
     slow = [
         item
         for item in items
@@ -90,16 +97,22 @@ def _keep_fast(config: pytest.Config, items: list[pytest.Item]) -> None:
     ]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in set(slow)]
-    for function in {getattr(item, "obj", None) for item in items}:
-        _take_fewer_examples(function, _EXAMPLES)
-    for machine in {getattr(item, "cls", None) for item in items}:
-        _take_fewer_examples(machine, "settings")
 
 
-def _take_fewer_examples(owner: object, name: str) -> None:
-    own = getattr(owner, name, None)
-    if isinstance(own, settings):
-        setattr(owner, name, settings(own, max_examples=max(10, own.max_examples // 10)))
+def _take_fewer_examples(items: list[pytest.Item], divisor: int) -> None:
+    """Divide the numbers of examples of all tests with Hypothesis."""
+
+    def divide(number: int) -> int:
+        return max(min(number, _LEAST_EXAMPLES), number // divisor)
+
+    settings.register_profile("fewer", settings(), max_examples=divide(settings().max_examples))
+    settings.load_profile("fewer")
+    owners = [(getattr(item, "obj", None), _SETTINGS) for item in items]  # functions
+    owners += [(getattr(item, "cls", None), "settings") for item in items]  # state machines
+    for owner, name in set(owners):
+        own = getattr(owner, name, None)
+        if isinstance(own, settings):
+            setattr(owner, name, settings(own, max_examples=divide(own.max_examples)))
 
 
 def pytest_collection_finish() -> None:

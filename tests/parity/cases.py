@@ -46,6 +46,7 @@ RELATIVES = (
 )
 MAIN_FAMILIES = tuple(family for family in FAMILIES if family not in RELATIVES)
 MULTIMODAL_FAMILIES = tuple(family for family in FAMILIES if MODALITIES[family])
+MAIN_MULTIMODAL_FAMILIES = tuple(family for family in MAIN_FAMILIES if MODALITIES[family])
 MROPE_FAMILIES = (
     "qwen2_vl",
     "qwen2_5_vl",
@@ -73,30 +74,38 @@ def with_slow_relatives(families: Sequence[str]) -> list[Any]:
 
 
 def every_second(families: Sequence[str], first: int) -> list[Any]:
-    """Return families as parameters of a test. Every second one is for `make test-slow`.
+    """Return families as parameters of a test. Relatives are for `make test-slow`.
 
-    `first` is 0 or 1, the index of the first one that is in every run.
+    So is every second one of the others. `first` is 0 or 1, the index of the first one of them that
+    is in every run.
     """
+    chosen = [family for family in families if family not in RELATIVES][first::2]
     return [
-        pytest.param(family, marks=() if place % 2 == first else pytest.mark.slow)
-        for place, family in enumerate(families)
+        pytest.param(family, marks=() if family in chosen else pytest.mark.slow)
+        for family in families
     ]
 
 
-def in_turns(families: Sequence[str], settings: Mapping[str, Any]) -> list[Any]:
+def in_turns(
+    families: Sequence[str], settings: Mapping[str, Any], chosen: Sequence[str] | None = None
+) -> list[Any]:
     """Return parameters of a test: every family with every setting, which are given by their names.
 
-    Each family has one of them in every run, in turns. The others are for `make test-slow`.
+    Each chosen family has one of the settings in every run, in turns. All others are for
+    `make test-slow`. By default, all families are chosen.
     """
+    names = list(settings)
+    chosen = families if chosen is None else chosen
+    turns = {(family, names[place % len(names)]) for place, family in enumerate(chosen)}
     return [
         pytest.param(
             family,
             setting,
             id=f"{family}-{name}",
-            marks=() if turn == place % len(settings) else pytest.mark.slow,
+            marks=() if (family, name) in turns else pytest.mark.slow,
         )
-        for place, family in enumerate(families)
-        for turn, (name, setting) in enumerate(settings.items())
+        for family in families
+        for name, setting in settings.items()
     ]
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from sensorium import LLM, RequestOutput, SamplingParams
 from tests.parity.cases import (
+    MAIN_MULTIMODAL_FAMILIES,
     MODALITIES,
     MULTIMODAL_FAMILIES,
     in_turns,
@@ -113,7 +114,9 @@ def expected_of(tiny_model: TinyModel) -> Callable[[str], Tokens]:
     return generate
 
 
-@pytest.mark.parametrize(("family", "cache_type"), in_turns(MULTIMODAL_FAMILIES, CACHE_TYPES))
+@pytest.mark.parametrize(
+    ("family", "cache_type"), in_turns(MULTIMODAL_FAMILIES, CACHE_TYPES, MAIN_MULTIMODAL_FAMILIES)
+)
 def test_processed_items_that_are_used_again_change_nothing(
     tiny_model: TinyModel, expected_of: Callable[[str], Tokens], family: str, cache_type: str
 ) -> None:
@@ -143,7 +146,10 @@ def test_processed_items_that_are_used_again_change_nothing(
         assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize(("family", "cache_type"), in_turns(MULTIMODAL_FAMILIES, CACHE_TYPES))
+@pytest.mark.parametrize(
+    ("family", "cache_type"),
+    in_turns(MULTIMODAL_FAMILIES, CACHE_TYPES, MAIN_MULTIMODAL_FAMILIES[1::2]),
+)
 def test_a_cache_that_is_smaller_than_an_item_changes_nothing(
     tiny_model: TinyModel, expected_of: Callable[[str], Tokens], family: str, cache_type: str
 ) -> None:
@@ -160,7 +166,10 @@ def test_a_cache_that_is_smaller_than_an_item_changes_nothing(
         assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize(("family", "cache_type"), in_turns(MULTIMODAL_FAMILIES[::-1], CACHE_TYPES))
+@pytest.mark.parametrize(
+    ("family", "cache_type"),
+    in_turns(MULTIMODAL_FAMILIES, CACHE_TYPES, MAIN_MULTIMODAL_FAMILIES[::2]),
+)
 def test_evictions_change_nothing(
     tiny_model: TinyModel, expected_of: Callable[[str], Tokens], family: str, cache_type: str
 ) -> None:

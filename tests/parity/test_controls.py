@@ -19,12 +19,15 @@ from sensorium.layers.kv_layout import LayerSpec
 from sensorium.models.adapter import ModelAdapter
 from sensorium.worker.request_states import RequestState
 from tests.parity.cases import (
+    MAIN_MULTIMODAL_FAMILIES,
     MODALITIES,
     MROPE_FAMILIES,
     MULTIMODAL_FAMILIES,
     Case,
+    every_second,
     in_turns,
     make_media,
+    with_slow_relatives,
 )
 from tests.parity.reference import GREEDY, Expected, ReferenceOf, get_differences
 from tests.support.engine import Trace, get_adapter, make_llm
@@ -52,6 +55,7 @@ def test_without_a_mistake_there_is_no_difference(reference_of: ReferenceOf) -> 
             "rolled": lambda e: e.roll(1, 0),
             "reversed": lambda e: e.flip(0),
         },
+        MAIN_MULTIMODAL_FAMILIES,
     ),
 )
 def test_wrong_embeddings_are_seen(
@@ -67,7 +71,7 @@ def test_wrong_embeddings_are_seen(
     assert "6 words" not in differences
 
 
-@pytest.mark.parametrize("family", MROPE_FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(MROPE_FAMILIES))
 def test_plain_positions_instead_of_mrope_are_seen(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory)
@@ -78,7 +82,7 @@ def test_plain_positions_instead_of_mrope_are_seen(reference_of: ReferenceOf, fa
     assert run(llm, reference.expected)
 
 
-@pytest.mark.parametrize("family", MROPE_FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(MROPE_FAMILIES))
 def test_a_forgotten_mrope_delta_is_seen(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory)
@@ -88,9 +92,10 @@ def test_a_forgotten_mrope_delta_is_seen(reference_of: ReferenceOf, family: str)
     assert run(llm, reference.expected)
 
 
-@pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
 @pytest.mark.parametrize("window", [11, 13, None], ids=["short by one", "long by one", "ignored"])
-@pytest.mark.parametrize("family", ["gemma3", "gemma4"])
+@pytest.mark.parametrize(
+    ("family", "is_chunked"), in_turns(["gemma3", "gemma4"], {"whole": False, "chunked": True})
+)
 def test_a_wrong_sliding_window_is_seen(
     reference_of: ReferenceOf,
     family: str,
@@ -222,7 +227,7 @@ def make_equal_prompts(reference_of: ReferenceOf, family: str) -> list[Expected]
     return [first, second]
 
 
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MULTIMODAL_FAMILIES, 0))
 def test_an_encoder_cache_that_confuses_two_items_is_seen(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +240,7 @@ def test_an_encoder_cache_that_confuses_two_items_is_seen(
     assert trace.num_encoded_items == 1
 
 
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize("family", every_second(MULTIMODAL_FAMILIES, 1))
 def test_a_prefix_cache_that_confuses_two_items_is_seen(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +254,7 @@ def test_a_prefix_cache_that_confuses_two_items_is_seen(
     assert run(llm, expected[1:]) == ["item 1"]
 
 
-@pytest.mark.parametrize("family", MULTIMODAL_FAMILIES)
+@pytest.mark.parametrize("family", with_slow_relatives(MULTIMODAL_FAMILIES))
 def test_equal_prompts_around_different_items_are_kept_apart(
     reference_of: ReferenceOf, family: str
 ) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from sensorium.types.scheduling import StepMode
-from tests.parity.cases import FAMILIES, with_slow_relatives
+from tests.parity.cases import FAMILIES, every_second
 from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
 from tests.parity.graph_parts import use_graphs
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
@@ -31,7 +31,7 @@ _EAGER = {
 
 
 @pytest.mark.check("graphs")
-@pytest.mark.parametrize("family", with_slow_relatives(FAMILIES))
+@pytest.mark.parametrize("family", every_second(FAMILIES, 1))
 def test_replayed_steps_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -53,7 +53,14 @@ def test_replayed_steps_give_the_reference_tokens(
 
 
 @pytest.mark.check("graphs")
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma3",
+        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
+    ],
+)
 def test_preempted_requests_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

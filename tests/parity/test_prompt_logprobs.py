@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sensorium import RequestOutput, SamplingParams
-from tests.parity.cases import FAMILIES, in_turns
+from tests.parity.cases import FAMILIES, MAIN_FAMILIES, in_turns
 from tests.parity.reference import Expected, Reference, ReferenceOf
 from tests.support.engine import assert_nothing_is_left, make_llm
 
@@ -50,7 +50,11 @@ def check(output: RequestOutput, entry: Expected, logprobs: torch.Tensor) -> Non
 
 @pytest.mark.parametrize(
     ("family", "options"),
-    in_turns(FAMILIES, {"whole": {}, "pieces": {"max_num_batched_tokens": 24, "block_size": 4}}),
+    in_turns(
+        FAMILIES,
+        {"whole": {}, "pieces": {"max_num_batched_tokens": 24, "block_size": 4}},
+        MAIN_FAMILIES[::2],
+    ),
 )
 def test_they_are_those_of_a_forward_pass(
     reference_of: ReferenceOf, family: str, options: dict[str, Any]

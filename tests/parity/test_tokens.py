@@ -8,8 +8,10 @@ import pytest
 
 from tests.parity.cases import (
     FAMILIES,
+    MAIN_FAMILIES,
     MODALITIES,
     MULTIMODAL_FAMILIES,
+    every_second,
     in_turns,
     make_repeated_case,
     with_slow_relatives,
@@ -41,7 +43,9 @@ def test_a_request_alone_gives_the_reference_tokens(reference_of: ReferenceOf, f
 
 
 @pytest.mark.check("budgets")
-@pytest.mark.parametrize(("family", "budget"), in_turns(FAMILIES, {"7": 7, "24": 24, "4096": 4096}))
+@pytest.mark.parametrize(
+    ("family", "budget"), in_turns(FAMILIES, {"7": 7, "24": 24, "4096": 4096}, MAIN_FAMILIES)
+)
 def test_staggered_requests_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, budget: int
 ) -> None:
@@ -78,7 +82,7 @@ def test_every_block_size_gives_the_reference_tokens(
 
 
 @pytest.mark.check("prefix cache")
-@pytest.mark.parametrize("family", with_slow_relatives(FAMILIES))
+@pytest.mark.parametrize("family", every_second(FAMILIES, 0))
 def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory, max_num_batched_tokens=24)
@@ -93,7 +97,7 @@ def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, fa
 
 
 @pytest.mark.check("encoder cache")
-@pytest.mark.parametrize("family", with_slow_relatives(MULTIMODAL_FAMILIES))
+@pytest.mark.parametrize("family", every_second(MULTIMODAL_FAMILIES, 0))
 def test_cached_encoder_outputs_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -111,7 +115,9 @@ def test_cached_encoder_outputs_give_the_reference_tokens(
 
 
 @pytest.mark.check("encoder cache")
-@pytest.mark.parametrize("family", [f for f in MULTIMODAL_FAMILIES if f != "audioflamingo3"])
+@pytest.mark.parametrize(
+    "family", with_slow_relatives([f for f in MULTIMODAL_FAMILIES if f != "audioflamingo3"])
+)
 def test_an_item_that_stands_twice_in_a_prompt_is_encoded_once(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -127,7 +133,7 @@ def test_an_item_that_stands_twice_in_a_prompt_is_encoded_once(
 
 
 @pytest.mark.check("eviction")
-@pytest.mark.parametrize("family", with_slow_relatives(MULTIMODAL_FAMILIES))
+@pytest.mark.parametrize("family", every_second(MULTIMODAL_FAMILIES, 1))
 def test_a_full_encoder_cache_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -144,7 +150,7 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
 
 
 @pytest.mark.check("whole items")
-@pytest.mark.parametrize("family", with_slow_relatives(MULTIMODAL_FAMILIES))
+@pytest.mark.parametrize("family", every_second(MULTIMODAL_FAMILIES, 0))
 def test_items_that_are_kept_whole_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -165,6 +171,7 @@ def test_items_that_are_kept_whole_give_the_reference_tokens(
             "24": {"max_num_batched_tokens": 24, "enable_prefix_caching": True},
             "4096": {"max_num_batched_tokens": 4096, "enable_prefix_caching": False},
         },
+        MAIN_FAMILIES[1::2],
     ),
 )
 def test_preempted_requests_give_the_reference_tokens(

@@ -493,7 +493,7 @@ def test_leader_and_follower_agree_whatever_happens(nursery: Nursery) -> None:
     run_state_machine_as_test(
         lambda: MirrorMachine(nursery),
         settings=settings(
-            max_examples=60,
+            max_examples=min(60, settings().max_examples),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=[HealthCheck.too_slow],
