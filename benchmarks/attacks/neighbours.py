@@ -63,7 +63,9 @@ class Neighbours:
             content = response.json()["choices"][0]["message"]["content"]
         return Answer(kind=kind, seconds=seconds, status=response.status_code, content=content)
 
-    def ask_while(self, is_wanted: Callable[[], bool], *, min_rounds: int = 3) -> list[Answer]:
+    def ask_while(
+        self, is_wanted: Callable[[], bool], *, min_rounds: int = 3, pause_s: float = _PAUSE_S
+    ) -> list[Answer]:
         """Let all three ask while `is_wanted`, at least `min_rounds` times each."""
         answers: list[Answer] = []
         failures: list[Exception] = []
@@ -76,7 +78,7 @@ class Neighbours:
                     while num_asked < min_rounds or is_wanted():
                         answers.append(self._ask(client, kind))
                         num_asked += 1
-                        time.sleep(_PAUSE_S)
+                        time.sleep(pause_s)
             except httpx.HTTPError as error:
                 failures.append(error)
 

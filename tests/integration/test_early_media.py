@@ -66,7 +66,7 @@ def perceive(pipeline: MediaPipeline, item: MediaItem) -> PerceivedItem:
     return perceived
 
 
-@pytest.mark.parametrize("cache_type", ["lru", "shm"])
+@pytest.mark.parametrize("cache_type", [pytest.param("lru", marks=pytest.mark.slow), "shm"])
 def test_items_go_to_the_pool_as_soon_as_it_is_there_and_are_the_same_ones(
     tiny_model: Callable[[str], str], cache_type: str
 ) -> None:

@@ -84,7 +84,7 @@ def test_who_joins_another_request_waits_and_does_not_process(
         release(llm, result)
 
 
-@with_caches
+@pytest.mark.parametrize("cache_type", ["lru", pytest.param("shm", marks=pytest.mark.slow)])
 def test_the_processes_of_a_pool_tell_how_long_they_took(
     tiny_model: Callable[[str], str], cache_type: str
 ) -> None:

@@ -64,6 +64,8 @@ def get_name(page: Path) -> str:
 
 
 RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(page))]
+# Pages for `make test-slow`. In short: tests/integration/test_outside_frontend.py
+SLOW = ("docs/integrating.md",)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,14 @@ def page_server() -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=get_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if get_name(page) in SLOW else ())
+        for page in RUNNABLE
+    ],
+    ids=get_name,
+)
 def test_every_example_runs_as_it_is_printed(page: Path, page_server: ServerProcess) -> None:
     blocks = [block for block in read_blocks(page) if block.is_run]
     scripts = [block for block in blocks if block.language == "python"]

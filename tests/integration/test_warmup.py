@@ -82,6 +82,7 @@ def test_after_a_warm_up_the_first_requests_initialise_nothing(
     assert warm == {"processors": 0, "compilations": 0, "questions": 0, "modules": []}
 
 
+@pytest.mark.slow  # in short: the test above, whose counts this one proves to count
 def test_without_one_they_do(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     cold = count_first_requests(tiny_model("qwen2_5_omni"), tmp_path, "cold")
     assert cold["compilations"] > 0

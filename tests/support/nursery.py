@@ -1,7 +1,7 @@
 """Starts processes that need not load PyTorch and Transformers: forks of one that has loaded them.
 
 Each process of a server that starts by itself loads these libraries, which takes it five seconds of
-a core. Tests start hundreds of such processes. So each process of the tests has one child, the
+a core. Tests start hundreds of such processes. So the processes of the tests share a process, the
 nursery, that has loaded the libraries and computed nothing. A server under test is a fork of it,
 and so are the processes that the server starts with `python -m sensorium...`: instead of running
 another interpreter, the fork forgets what was imported since, and runs that module. All else is as
@@ -9,12 +9,14 @@ in a server that a user starts: processes, parents, descriptors, environments an
 
     python nursery.py DESCRIPTOR
 
-runs the nursery. It ends with the process at the other end of the socket.
+runs the nursery, which is asked over connections to the socket with this descriptor. When a
+connection ends, the nursery kills what it has started for it. It ends with the last connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import importlib
 import json
@@ -24,10 +26,12 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -53,6 +57,7 @@ _LIBRARIES = (
     "transformers.models.whisper.feature_extraction_whisper",
 )
 _START_S = 240.0  # long, because the machine may be busy
+_LINGER_S = 3.0  # from the end of the last connection to the end of the nursery
 
 
 class NurseryProcess:
@@ -94,18 +99,42 @@ class Nursery:
         self.changed = threading.Condition()
         self._num_requests = 0
         self._pids: list[int] = []  # of processes that were started, in the order of the requests
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno())]
-            path = str(Path(__file__).parents[2] / "src")
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": path},
-                start_new_session=True,  # it ends with its connection, and not by Ctrl-C
-            )
-        self._connection = ours
+        self._connection = self._connect()
         threading.Thread(target=self._read, daemon=True).start()
+
+    def _connect(self) -> socket.socket:
+        """Connect to the nursery of this run of the tests. Start it if there is none."""
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        address = f"\0sensorium-nursery-{run}"  # no file: it vanishes with the nursery
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            with socket.socket(socket.AF_UNIX) as listener:
+                try:
+                    listener.bind(address)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # another process of the tests has it
+                        raise
+                else:
+                    listener.listen()
+                    self._start_process(listener)
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(address)
+            except ConnectionRefusedError:  # it is bound and does not listen yet, or it has ended
+                connection.close()
+                time.sleep(0.01)
+            else:
+                assert _is_of_this_user(connection)
+                return connection
+        raise AssertionError("the nursery can't be reached")
+
+    def _start_process(self, listener: socket.socket) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(listener.fileno())],
+            pass_fds=[listener.fileno()],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+            start_new_session=True,  # it ends with its connections, and not by Ctrl-C
+        )
 
     def start(
         self,
@@ -172,13 +201,13 @@ class Nursery:
 
 @cache
 def get_nursery() -> Nursery:
-    """Return the nursery of this process of the tests. It is started when it is first needed."""
+    """Return the connection to the nursery, which is started when it is first needed."""
     return Nursery()
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(connection.fileno(), False)
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(listener.fileno(), False)
     gc.disable()
     for name in _LIBRARIES:
         importlib.import_module(name)
@@ -190,32 +219,70 @@ def main() -> None:
     )
     gc.freeze()
     gc.enable()
-    fork = _Fork()
     with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_READ)
-        children: dict[int, int] = {}  # descriptor of a process -> its id
-        while True:
-            for key, _ in selector.select():
-                if key.fileobj is not connection:
-                    descriptor = key.fd
-                    selector.unregister(descriptor)
-                    os.close(descriptor)
-                    pid, status = os.waitpid(children.pop(descriptor), 0)
-                    _send(connection, pid, os.waitstatus_to_exitcode(status))
-                    continue
-                header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
-                if not header:  # the tests have ended
-                    for pid in children.values():
-                        os.kill(pid, signal.SIGKILL)
-                    return
-                request = json.loads(_receive(connection, int.from_bytes(header, "little")))
-                pid = fork.run_code(*request, *descriptors)
-                for opened in descriptors:
-                    os.close(opened)
-                descriptor = os.pidfd_open(pid)
-                children[descriptor] = pid
-                selector.register(descriptor, selectors.EVENT_READ)
-                _send(connection, pid, None)
+        _Service(selector, listener).run()
+
+
+class _Service:
+    """What the nursery does for each of its connections: it starts processes and awaits them."""
+
+    def __init__(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
+        self._fork = _Fork()
+        self._selector = selector
+        # connection -> its processes: descriptor -> id
+        self._children: dict[socket.socket, dict[int, int]] = {}
+        selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener))
+
+    def run(self) -> None:
+        """Serve until there has been no connection for a while."""
+        while ready := self._selector.select(None if self._children else _LINGER_S):
+            for key, _ in ready:
+                if self._selector.get_map().get(key.fd) is key:  # not ended by one before it
+                    key.data()
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        if not _is_of_this_user(connection):
+            connection.close()
+            return
+        self._children[connection] = {}
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._start(connection))
+
+    def _start(self, connection: socket.socket) -> None:
+        """Start a process, or kill those of a connection that has ended."""
+        try:
+            header, descriptors, _, _ = socket.recv_fds(connection, 4, 2)
+            if not header:
+                raise EOFError
+            request = json.loads(_receive(connection, int.from_bytes(header, "little")))
+        except (EOFError, ConnectionError):
+            self._end(connection)
+            return
+        pid = self._fork.run_code(*request, *descriptors)
+        for opened in descriptors:
+            os.close(opened)
+        descriptor = os.pidfd_open(pid)
+        self._children[connection][descriptor] = pid
+        self._selector.register(
+            descriptor, selectors.EVENT_READ, lambda: self._await(connection, descriptor)
+        )
+        _send(connection, pid, None)
+
+    def _await(self, connection: socket.socket, descriptor: int) -> None:
+        """Tell how a process has ended."""
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        pid, status = os.waitpid(self._children[connection].pop(descriptor), 0)
+        _send(connection, pid, os.waitstatus_to_exitcode(status))
+
+    def _end(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        for descriptor, pid in self._children.pop(connection).items():
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        connection.close()
 
 
 def _send(connection: socket.socket, pid: int, status: int | None) -> None:
@@ -231,6 +298,14 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
             raise EOFError("the tests ended in the middle of a request")
         received += piece
     return received
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end may run code here."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user_id, _ = struct.unpack("3i", credentials)
+    return bool(user_id == os.getuid())
 
 
 class _Fork:

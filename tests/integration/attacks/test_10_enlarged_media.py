@@ -75,13 +75,14 @@ def test_neighbours_are_answered_during_the_attack(server: ServerProcess) -> Non
     assert {response.status_code for response in refusals} == {400}
 
 
-def test_with_the_flag_larger_items_run_and_neighbours_go_on() -> None:
+@pytest.mark.parametrize("num_items", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_with_the_flag_larger_items_run_and_neighbours_go_on(num_items: int) -> None:
     # Steps so small that each of these items is beyond their budget.
     flags = (LIFTING_FLAG, "--max-num-batched-tokens", "128")
     with serve("sensorium-mini", *flags, *POOL) as server:
         neighbours = Neighbours(server.get_url())
         with attack(server.get_url(), (LARGER,)) as others:
-            answers = neighbours.ask_while(lambda: len(others) < 3)
+            answers = neighbours.ask_while(lambda: len(others) < num_items)
         assert neighbours.list_faults(answers) == []
         assert all(answer.seconds < MAX_SECONDS for answer in answers)
         assert {response.status_code for response in others} == {200}

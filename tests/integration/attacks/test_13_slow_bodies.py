@@ -39,7 +39,7 @@ def test_neighbours_are_answered_and_the_drips_end(server: ServerProcess) -> Non
     neighbours = Neighbours(server.get_url())
     began = time.monotonic()
     with attack(server.get_url()) as connections:
-        answers = neighbours.ask_while(lambda: time.monotonic() - began < 10)
+        answers = neighbours.ask_while(lambda: time.monotonic() - began < 10, pause_s=0.5)
         assert neighbours.list_faults(answers) == []
         assert max(answer.seconds for answer in answers) < BOUND_S
         # The server ends each of them: reading to the end would time out if it did not.

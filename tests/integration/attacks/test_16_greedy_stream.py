@@ -73,9 +73,12 @@ def read_slowly(connection: socket.socket, seconds: float) -> int:
     return num_bytes
 
 
-def test_a_client_that_reads_slowly_keeps_its_stream(server: ServerProcess) -> None:
+@pytest.mark.parametrize("num_timeouts", [1.5, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_client_that_reads_slowly_keeps_its_stream(
+    server: ServerProcess, num_timeouts: float
+) -> None:
     with open_stream(server.get_url(), n=16, max_tokens=4000) as connection:
-        num_bytes = read_slowly(connection, 3 * STREAM_TIMEOUT_S)
+        num_bytes = read_slowly(connection, num_timeouts * STREAM_TIMEOUT_S)
         assert num_bytes > 2**14
         assert server.get_metrics()["sensorium:http_requests_in_flight"] == 1
     wait_until_idle(server)

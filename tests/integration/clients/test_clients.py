@@ -59,7 +59,11 @@ def ask_all(server: ServerProcess) -> Callable[[str], list[str]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client",
+    # Each takes seconds to import its library. The first one stands for the others in every run.
+    [CLIENTS[0], *(pytest.param(client, marks=pytest.mark.slow) for client in CLIENTS[1:])],
+)
 def test_a_client_gets_a_valid_result(
     ask_all: Callable[[str], list[str]], client: str, case: str
 ) -> None:

@@ -18,6 +18,7 @@ print("CLIPModel" in dir(transformers.models), "clip" in dir(transformers.models
 """
 
 
+@pytest.mark.slow  # if it fails, starts take longer, and that is all
 @pytest.mark.processes
 def test_files_of_models_are_not_read_a_second_time() -> None:
     result = subprocess.run(
