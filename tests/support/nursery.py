@@ -97,7 +97,8 @@ class Nursery:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
-            path = str(Path(__file__).parents[2] / "src")
+            root = Path(__file__).parents[2]
+            path = f"{root / 'src'}{os.pathsep}{root}"
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
@@ -182,6 +183,7 @@ def main() -> None:
     gc.disable()
     for name in _LIBRARIES:
         importlib.import_module(name)
+    importlib.import_module("tests.support.overlap").apply()
     # The modules of the server have a state of their own in each process.
     _forget(
         name

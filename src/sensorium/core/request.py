@@ -14,8 +14,15 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from enum import Enum, auto
 
+from sensorium.types.errors import RequestError, make_record
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
-from sensorium.types.request import CoreTimes, EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.request import (
+    CoreTimes,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    TokenLogprobs,
+)
 from sensorium.types.sampling import SamplingParams
 
 # The order of service: the priority, then the arrival. Smaller comes first, and all are different.
@@ -64,7 +71,10 @@ class Request:
         self.status = RequestStatus.WAITING
         self.token_ids = list(core_request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
+        self.run = 0  # the number of its present run, which no other run has; 0: it does not run
+        self.num_computed_tokens = 0  # in the steps that have ended
+        self.num_scheduled_tokens = 0  # also with the step that is under way
+        self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
         self.encoder_hits: list[int] = []  # items with an encoder output in the cache
@@ -81,10 +91,33 @@ class Request:
         self._block_hashes: list[bytes] = []
         self._hash_root = self._make_hash_root()
         self._encoder_key_suffix = core_request.encoder_key_suffix
+        # The host has to know each token before it can tell which may come next.
+        self._is_token_read = (
+            self.sampling_params.has_penalties
+            or self.sampling_params.structured_outputs is not None
+            or any(len(sequence) > 1 for sequence in core_request.bans.sequences)
+        )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def must_wait(self, max_model_len: int) -> bool:
+        """Return whether the request can't be in another step before its due token is known.
+
+        That is the case if the sampler has to know the token, if it is the last one, or if the
+        request becomes long with it. Otherwise the worker passes the token on to the next step
+        before anyone has read it. No request without a due token has to wait.
+        """
+        if not self.num_due_tokens:
+            return False
+        num_output_tokens = self.num_output_tokens + self.num_due_tokens
+        num_tokens = self.num_tokens + self.num_due_tokens
+        return (
+            self._is_token_read
+            or self._is_last(num_output_tokens, max_model_len)
+            or self._has_long(num_tokens) != self.is_long
+        )
 
     @property
     def is_long(self) -> bool:
@@ -92,7 +125,16 @@ class Request:
 
         The model computes such a request with other rotary factors.
         """
-        return self._long_after is not None and self.num_tokens > self._long_after
+        return self._has_long(self.num_tokens)
+
+    def _has_long(self, num_tokens: int) -> bool:
+        return self._long_after is not None and num_tokens > self._long_after
+
+    def _is_last(self, num_output_tokens: int, max_model_len: int) -> bool:
+        """Return whether a request with so many output tokens has no room for another one."""
+        max_tokens = self.sampling_params.max_tokens
+        most = max_model_len - self.num_prompt_tokens
+        return num_output_tokens >= (most if max_tokens is None else min(most, max_tokens))
 
     @property
     def num_output_tokens(self) -> int:
@@ -145,7 +187,39 @@ class Request:
         self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
 
-    def make_times(self, finished: float) -> CoreTimes:
+    def make_output(
+        self,
+        reason: FinishReason | None,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        error: RequestError | None = None,
+        new_token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> EngineCoreOutput:
+        """Return an output of this request, with the given tokens and log-probabilities.
+
+        `reason` is why it ends, or `None` if it goes on. `now` is the time, by the scheduler's
+        clock. What describes the whole request is left out if the output can't be the last one.
+        """
+        # A stop string, which the frontend looks for, may make any output the last one.
+        may_be_last = reason is not None or bool(self.sampling_params.stop)
+        return EngineCoreOutput(
+            request_id=self.request_id,
+            new_token_ids=new_token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            error=None if error is None else make_record(error),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_encoder_hits=len(self.encoder_hits),
+            encoder_hits=tuple(sorted(self.encoder_hits)) if may_be_last else (),
+            times=self._make_times(now) if may_be_last else None,
+        )
+
+    def _make_times(self, finished: float) -> CoreTimes:
         return CoreTimes(
             arrived=self.arrived,
             scheduled=self.scheduled,
@@ -184,8 +258,7 @@ class Request:
                 return FinishReason.STOP, token_id
         if is_complete:
             return FinishReason.STOP, None
-        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-        if self.num_output_tokens >= max_tokens or self.num_tokens >= max_model_len:
+        if self._is_last(self.num_output_tokens, max_model_len):
             return FinishReason.LENGTH, None
         return None
 

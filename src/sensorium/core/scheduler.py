@@ -9,10 +9,15 @@ Invariants:
   4. Requests are served in order, with two exceptions. Tokens are reserved for a media span that
      did not fit into the last step. Requests of a client call beyond its share are passed over.
   5. The first running request is never preempted: all behind it can be preempted for it.
-  6. A step is empty only if there are no requests.
+  6. A step is empty only if there are no requests, or if all of them wait for the step under way.
   7. A step encodes at most one media item beyond the encoder budget. Later steps make up for it:
      they encode nothing, while there is something else to do.
   8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
+  9. A step may be planned while the one before it is under way, and its results are not known. A
+     request may have a place in both. The worker computes the steps one after the other. So blocks
+     that are released meanwhile may be given to the next step, although the one under way still
+     reads or writes them.
+ 10. The results of a request that has ended, or was started anew, are dropped.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.request import Rank, Request, RequestStatus
 from sensorium.core.seat_shares import SeatShares
 from sensorium.core.window_planner import Shortage, Step, WindowPlan, WindowPlanner
-from sensorium.types.errors import FailedRequestError, RequestError, make_record
+from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.scheduling import (
     BlockIds,
@@ -100,6 +105,7 @@ class Scheduler:
         self._planner = WindowPlanner(limits, encoder_cache)
         self._shares = SeatShares(limits.max_num_seqs)
         self._num_arrivals = 0
+        self._num_runs = 0
         self._stopped: list[str] = []
         # The request with a media span that did not fit into the last step, and its tokens.
         self._deferred: tuple[str, int] | None = None
@@ -147,7 +153,9 @@ class Scheduler:
         """
         step = self._fill_step()
         while not step.scheduled and (
-            step.is_short_of_blocks or step.reserved_for or step.is_encoder_resting
+            step.is_short_of_blocks
+            or step.reserved_for
+            or (step.is_encoder_resting and not step.has_waiting)
         ):
             # The step only preempted requests, or reserved tokens for a request that could not use
             # them, or there is nothing to do but to encode.
@@ -210,7 +218,10 @@ class Scheduler:
     def _schedule_running(self, request: Request, step: Step) -> None:
         if request.request_id == step.reserved_for:
             step.num_reserved_tokens = 0
-        plan = self._plan(request, request.num_computed_tokens, step)
+        if request.must_wait(self.limits.max_model_len):
+            step.has_waiting = True
+            return
+        plan = self._plan(request, request.num_scheduled_tokens, step)
         if plan.is_empty:
             return
         block_ids = self._allocate_or_preempt(request, plan.end, step)
@@ -244,7 +255,9 @@ class Scheduler:
         insort(self.running, request, key=_rank_of)
         self._shares.take(request)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_cached_tokens
+        self._num_runs += 1
+        request.run = self._num_runs
+        request.num_computed_tokens = request.num_scheduled_tokens = num_cached_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled = self._clock()
@@ -261,11 +274,11 @@ class Scheduler:
 
     def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
         plan = self._planner.get_plan(request, start, step)
-        if plan.shortage in (Shortage.SPAN, Shortage.ENCODER_SPACE):
-            step.is_encoder_closed = True
-        if plan.shortage is Shortage.SPAN and step.deferred is None:
+        if plan.shortage is Shortage.SPAN and not step.is_encoder_closed:
             span = request.get_split_span(start + 1)
             step.deferred = (request.request_id, span[1] - start) if span else None
+        if plan.shortage in (Shortage.SPAN, Shortage.ENCODER_SPACE):
+            step.is_encoder_closed = True
         return plan
 
     def _allocate_or_preempt(
@@ -289,20 +302,24 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_scheduled_tokens = request.num_due_tokens = 0
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
         encoder_inputs = self._commit_encoder_inputs(request, plan, step)
+        is_sampled = plan.end == request.num_tokens + request.num_due_tokens
         step.num_tokens += plan.end - plan.start
         step.scheduled[request.request_id] = ScheduledRequest(
             request_id=request.request_id,
+            run=request.run,
             num_computed_tokens=plan.start,
             num_new_tokens=plan.end - plan.start,
             new_block_ids=block_ids,
-            is_sampled=plan.end == request.num_tokens,
+            is_sampled=is_sampled,
             encoder_inputs=encoder_inputs,
         )
+        request.num_scheduled_tokens = plan.end
+        request.num_due_tokens += is_sampled
 
     def _commit_encoder_inputs(
         self, request: Request, plan: WindowPlan, step: Step
@@ -347,7 +364,8 @@ class Scheduler:
             if request is None:
                 continue
             is_late = scheduled.request_id in result.late_request_ids
-            self._advance(request, scheduled, is_late=is_late)
+            if request.status is RequestStatus.RUNNING:
+                self._advance(request, scheduled, is_late=is_late)
             prompt_logprobs = request.take_unscored(
                 result.prompt_logprobs.get(request.request_id, ()), scheduled.num_computed_tokens
             )
@@ -364,26 +382,33 @@ class Scheduler:
         """End all requests of a step that failed in the worker, and return their last outputs.
 
         It is unknown how far the worker came. So the next plan lists again what to drop, and also
-        the encoder outputs that this step was to compute.
+        the encoder outputs that this step was to compute. The step after this one may be planned
+        already: what it uses is not listed.
         """
-        self._stopped[:0] = output.stopped_request_ids
-        self.encoder_cache.add_freed_keys(output.freed_encoder_keys)
-        outputs = []
-        for scheduled in output.scheduled:
-            request = self._get_scheduled(scheduled)
-            if request is not None:
-                outputs.append(self._finish(request, FailedRequestError(reason)))
+        failed = [self._get_scheduled(scheduled) for scheduled in output.scheduled]
+        dropped = [*output.freed_encoder_keys]
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
-                self.encoder_cache.discard(encoder_input.key)
-                self.encoder_cache.add_freed_keys((encoder_input.key,))
+                dropped.append(encoder_input.key)
+                sharing = sorted(self.encoder_cache.discard(encoder_input.key))
+                failed += [self.requests[request_id] for request_id in sharing]
+        outputs = [
+            self._finish(request, FailedRequestError(reason))
+            for request in dict.fromkeys(failed)
+            if request is not None and request.status is RequestStatus.RUNNING
+        ]
+        self.encoder_cache.add_freed_keys(key for key in dropped if key not in self.encoder_cache)
+        running = {request.request_id for request in self.running}
+        self._stopped[:0] = [name for name in output.stopped_request_ids if name not in running]
         return outputs
 
     def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
-        """Return the request of an entry in a plan, or `None` if it does not run any more."""
+        """Return the request of an entry in a plan, or `None` if it has ended or begun anew.
+
+        If the request was preempted after the plan was made, it is returned.
+        """
         request = self.requests.get(scheduled.request_id)
-        is_running = request is not None and request.status is RequestStatus.RUNNING
-        return request if is_running else None
+        return request if request is not None and request.run == scheduled.run else None
 
     def _note_encoded(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> None:
         for encoder_input in scheduled.encoder_inputs:
@@ -421,9 +446,11 @@ class Scheduler:
         """
         start = scheduled.num_computed_tokens
         end = start + scheduled.num_new_tokens
+        request.num_due_tokens -= scheduled.is_sampled
         if is_late:
             span = request.get_split_span(end - 1)
             end = max(start, end - 1 if span is None else span[0])
+            request.num_scheduled_tokens = end
         request.num_computed_tokens = end
         self.kv_cache.commit(request)
         if self.limits.is_encoder_decoder:  # its first step has stored all it needs of its items
@@ -452,36 +479,22 @@ class Scheduler:
         reason, stop_token_id = stop or (None, None)
         if reason is not None:
             self._end(request, reason)
-        elif request.is_long and not was_long:
+        elif request.is_long and not was_long and request.status is RequestStatus.RUNNING:
             self._set_back(request)
-        # A stop string, which the frontend looks for, may make any output the last one.
-        may_be_last = reason is not None or bool(request.sampling_params.stop)
-        return EngineCoreOutput(
-            request_id=request.request_id,
+        return request.make_output(
+            reason,
+            self._clock(),
+            stop_token_id=stop_token_id,
             new_token_ids=(token_id,),
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_encoder_hits=len(request.encoder_hits),
-            encoder_hits=tuple(sorted(request.encoder_hits)) if may_be_last else (),
-            times=request.make_times(self._clock()) if may_be_last else None,
         )
 
     def _finish(self, request: Request, error: RequestError | None = None) -> EngineCoreOutput:
         """End a request with `error`, or as aborted if that is `None`; return its last output."""
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         self._end(request, reason)
-        return EngineCoreOutput(
-            request_id=request.request_id,
-            finish_reason=reason,
-            error=None if error is None else make_record(error),
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_encoder_hits=len(request.encoder_hits),
-            encoder_hits=tuple(sorted(request.encoder_hits)),
-            times=request.make_times(self._clock()),
-        )
+        return request.make_output(reason, self._clock(), error=error)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)

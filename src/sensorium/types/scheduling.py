@@ -41,6 +41,8 @@ class ScheduledRequest:
     new_block_ids: BlockIds
     is_sampled: bool  # the step computes the last token, so that the next one is chosen
     encoder_inputs: tuple[EncoderInput, ...] = ()
+    # The number of the request's run, by which the scheduler tells results of an earlier run.
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ A step is a flat batch of tokens, and the requests that compute one token come f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,8 @@ class InputBatch:
     encoder_cache: EncoderCache
     staging: StagingBuffer
 
-    def prepare(self, rows: Sequence[Row]) -> StepInputs:
+    def prepare(self, rows: Sequence[Row], unread: torch.Tensor | None = None) -> StepInputs:
+        """Return the inputs of a step. `unread` are the tokens that the step before has chosen."""
         ordered = tuple(sorted(rows, key=lambda row: row[0].num_new_tokens > 1))
         query_lens = tuple(scheduled.num_new_tokens for scheduled, _ in ordered)
         seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
@@ -68,7 +69,7 @@ class InputBatch:
         mm_index, mm_embeds = self._gather_mm_embeds(ordered, starts)
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": _flat(
-                state.token_ids.values[s.num_computed_tokens : _end(s)] for s, state in ordered
+                state.get_token_ids(s.num_computed_tokens, _end(s)) for s, state in ordered
             ),
             "positions": _flat(
                 state.get_positions(s.num_computed_tokens, _end(s)) for s, state in ordered
@@ -92,7 +93,9 @@ class InputBatch:
             )
             arrays[f"partial{index}"] = get_partial_blocks(ordered, index, self.block_size)
             arrays[f"tables{index}"] = get_block_tables(ordered, index)
+        arrays |= get_unread_places(ordered, starts[1:] - 1)
         tensors = self.staging.upload(arrays)
+        pass_tokens(unread, tensors)
         return StepInputs(
             rows=ordered,
             input_ids=tensors["input_ids"],
@@ -194,6 +197,36 @@ def get_gather_slices(
             positions = np.flatnonzero(mask) + (position.offset + first)
         slices.append(GatherSlice(mm_index=mm_index, start=start, end=end, positions=positions))
     return slices
+
+
+def get_unread_places(rows: Sequence[Row], places: IntArray) -> dict[str, IntArray]:
+    """Return which input tokens of a step the host has not read yet, and where they are.
+
+    `places` has the index of the last token of each row among the tokens of the step. `unread_at`
+    are those indices for which the token is in row `unread_rows` of the tokens of the last step.
+    """
+    unread = [
+        (place, state.row)
+        for place, (scheduled, state) in zip(places.tolist(), rows, strict=True)
+        if not state.has_read(_end(scheduled) - 1)
+    ]
+    at, from_rows = zip(*unread, strict=True) if unread else ((), ())
+    return {
+        "unread_at": np.array(at, dtype=np.int64),
+        "unread_rows": np.array(from_rows, dtype=np.int64),
+    }
+
+
+def pass_tokens(unread: torch.Tensor | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy the tokens that the last step has chosen to `input_ids`, on the device.
+
+    `tensors` also has the places of `get_unread_places`. A number below 0, which stands for a
+    failure, becomes token 0: the result of such a row is dropped.
+    """
+    at = tensors["unread_at"]
+    if unread is not None and len(at):
+        token_ids = unread.index_select(0, tensors["unread_rows"]).clamp_min_(0)
+        tensors["input_ids"].index_copy_(0, at, token_ids)
 
 
 def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -> IntArray:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import NO_BANS
 from sensorium.types.scheduling import BlockIds
@@ -49,6 +50,10 @@ class RequestState:
         self.params = request.sampling_params
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = GrowingArray((*request.prompt_token_ids, *output_token_ids))
+        # Tokens that steps have chosen, but that the host has not read yet. They are on the device.
+        self.num_unread_tokens = 0
+        self.row = 0  # the last unread token is in this row of the tokens of its step
+        self.failure: RequestError | None = None  # why it has no place in later steps
         self.block_ids = [GrowingArray() for _ in range(num_groups)]
         self._mrope = mrope
         self._bans = SequenceBans(request.bans) if request.bans != NO_BANS else None
@@ -57,7 +62,25 @@ class RequestState:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """The number of output tokens, including those that the host has not read yet."""
+        return len(self.token_ids) + self.num_unread_tokens - self.num_prompt_tokens
+
+    def get_token_ids(self, start: int, end: int) -> IntArray:
+        """Return the tokens `[start, end)`, with 0 in place of a token that is not read yet.
+
+        Only the last one of them can be such a token.
+        """
+        token_ids = self.token_ids.values[start:end]
+        return token_ids if len(token_ids) == end - start else np.append(token_ids, 0)
+
+    def has_read(self, index: int) -> bool:
+        """Return whether the host has read the token at this index."""
+        return index < len(self.token_ids)
+
+    def note_unread(self, row: int) -> None:
+        """Note that a step chooses the next token, and in which row of its tokens that will be."""
+        self.num_unread_tokens += 1
+        self.row = row
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.extend((token_id,))

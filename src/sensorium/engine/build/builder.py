@@ -256,7 +256,8 @@ def build_engine_core(
         grammars=grammars,
         graphs=graphs,
     )
-    return EngineCore(make_scheduler(config), runner, payloads), config
+    core = EngineCore(make_scheduler(config), runner, payloads, overlap=config.overlap)
+    return core, config
 
 
 def _describe_fusion(adapter: ModelAdapter, options: EngineOptions) -> str:

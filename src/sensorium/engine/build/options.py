@@ -140,6 +140,11 @@ class EngineOptions:
     enforce_eager: bool = engine_option(
         False, help="Launch every kernel of a step instead of replaying CUDA graphs."
     )
+    overlap: bool = engine_option(
+        True,
+        help="On CUDA, plan each step while the device still computes the one before it. A CPU "
+        "computes one step after the other.",
+    )
     fusion: bool = engine_option(
         True,
         help="On CUDA, compute norms, rotary positions, gated layers and joined products in fewer "

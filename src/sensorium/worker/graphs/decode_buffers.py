@@ -18,7 +18,12 @@ from sensorium.layers.attention.backend import NO_SLOT
 from sensorium.types.errors import InvariantError
 from sensorium.types.scheduling import KVCacheGroup
 from sensorium.utils.arrays import StagingBuffer
-from sensorium.worker.input_batch import Row, get_block_tables
+from sensorium.worker.input_batch import (
+    Row,
+    get_block_tables,
+    get_unread_places,
+    pass_tokens,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +65,28 @@ class DecodeBuffers:
         self._has_mrope = has_mrope
         self._has_long_factors = has_long_factors
         width = -(-max_model_len // block_size) + 1
-        num_words_per_row = 6 + len(groups) * (2 + width)
+        num_words_per_row = 8 + len(groups) * (2 + width)
         self._staging = StagingBuffer(device=device, num_words=max_batch * num_words_per_row)
         self._address = self._staging.address
         self._tables = [
             torch.zeros(max_batch, width, dtype=torch.int32, device=device) for _ in groups
         ]
 
-    def fill(self, rows: Sequence[Row], size: int) -> DecodeInputs:
+    def fill(
+        self, rows: Sequence[Row], size: int, unread: torch.Tensor | None = None
+    ) -> DecodeInputs:
         """Copy the rows of a step to the device, padded to `size` rows, and return their tensors.
 
-        A row is one request of the step. For the same `size`, the tensors have the same addresses
+        A row is one request of the step. `unread` are the tokens that the step before has chosen.
+        For the same `size`, the tensors have the same addresses
         each time, as a CUDA graph requires.
         """
         arrays = self._make_arrays(rows, size)
         for index in range(self._num_groups):
             arrays[f"tables{index}"] = get_block_tables(rows, index)
+        arrays |= get_unread_places(rows, np.arange(len(rows)))
         tensors = self._staging.upload(arrays)
+        pass_tokens(unread, tensors)
         if self._staging.address != self._address:
             raise InvariantError(
                 "the input buffers of the captured CUDA graphs have moved in memory"
@@ -103,7 +113,7 @@ class DecodeBuffers:
         slots = np.full((self._num_groups, size), NO_SLOT, dtype=np.int64)
         for row, (scheduled, state) in enumerate(rows):
             index = scheduled.num_computed_tokens
-            input_ids[row] = state.token_ids.values[index]
+            input_ids[row] = state.get_token_ids(index, index + 1)[0]
             seq_lens[row] = index + 1
             positions[..., row] = state.get_positions(index, index + 1)[..., 0]
             for group_index in range(self._num_groups):

@@ -186,8 +186,14 @@ class DecodeGraphs:
         is_decoding = all(_is_decoding(row) for row in rows)
         return find_size(self._sizes, len(rows)) if is_decoding else None
 
-    def replay(self, rows: Sequence[Row], size: int) -> DecodeResult:
-        self._buffers.fill(rows, size)
+    def replay(
+        self, rows: Sequence[Row], size: int, unread: torch.Tensor | None = None
+    ) -> DecodeResult:
+        """Compute a step with the graph of `size` rows, and return its results.
+
+        `unread` are the tokens that the step before has chosen.
+        """
+        self._buffers.fill(rows, size, unread)
         captured = self._captured[size]
         captured.recording.replay()
         return captured.results.get_front(len(rows))
