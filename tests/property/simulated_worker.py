@@ -213,7 +213,8 @@ class SimulatedWorker:
         if not row.is_broken:
             assert row.num_computed_tokens == scheduled.num_computed_tokens
         assert scheduled.num_new_tokens > 0
-        for table, new_ids in zip(row.tables, scheduled.new_block_ids, strict=True):
+        new_block_ids = scheduled.new_block_ids or [()] * len(row.tables)
+        for table, new_ids in zip(row.tables, new_block_ids, strict=True):
             table.extend(new_ids)
         return row
 

@@ -8,10 +8,13 @@ and the part of a media item that stands at each place.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from sensorium.types.errors import RequestError, make_record
@@ -24,6 +27,7 @@ from sensorium.types.request import (
     TokenLogprobs,
 )
 from sensorium.types.sampling import SamplingParams
+from sensorium.types.scheduling import StepMode
 
 # The order of service: the priority, then the arrival. Smaller comes first, and all are different.
 Rank = tuple[int, int]
@@ -91,6 +95,10 @@ class Request:
         self._block_hashes: list[bytes] = []
         self._hash_root = self._make_hash_root()
         self._encoder_key_suffix = core_request.encoder_key_suffix
+        max_tokens = self.sampling_params.max_tokens
+        self._max_num_tokens = (
+            math.inf if max_tokens is None else self.num_prompt_tokens + max_tokens
+        )
         # The host has to know each token before it can tell which may come next.
         self._is_token_read = (
             self.sampling_params.has_penalties
@@ -103,21 +111,25 @@ class Request:
         return len(self.token_ids)
 
     def must_wait(self, max_model_len: int) -> bool:
-        """Return whether the request can't be in another step before its due token is known.
+        """Return whether a request with a due token can't be in a step before the token is known.
 
         That is the case if the sampler has to know the token, if it is the last one, or if the
         request becomes long with it. Otherwise the worker passes the token on to the next step
-        before anyone has read it. No request without a due token has to wait.
+        before anyone has read it.
         """
-        if not self.num_due_tokens:
-            return False
-        num_output_tokens = self.num_output_tokens + self.num_due_tokens
-        num_tokens = self.num_tokens + self.num_due_tokens
+        num_tokens = len(self.token_ids) + self.num_due_tokens
         return (
             self._is_token_read
-            or self._is_last(num_output_tokens, max_model_len)
-            or self._has_long(num_tokens) != self.is_long
+            or num_tokens >= self._max_num_tokens
+            or num_tokens >= max_model_len
+            or (self._long_after is not None and self._has_long(num_tokens) != self.is_long)
         )
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all tokens but the last one are computed, or are in the step under way."""
+        num_tokens = len(self.token_ids) + self.num_due_tokens
+        return self.num_scheduled_tokens == num_tokens - 1 >= self.num_prompt_tokens
 
     @property
     def is_long(self) -> bool:
@@ -129,12 +141,6 @@ class Request:
 
     def _has_long(self, num_tokens: int) -> bool:
         return self._long_after is not None and num_tokens > self._long_after
-
-    def _is_last(self, num_output_tokens: int, max_model_len: int) -> bool:
-        """Return whether a request with so many output tokens has no room for another one."""
-        max_tokens = self.sampling_params.max_tokens
-        most = max_model_len - self.num_prompt_tokens
-        return num_output_tokens >= (most if max_tokens is None else min(most, max_tokens))
 
     @property
     def num_output_tokens(self) -> int:
@@ -258,17 +264,19 @@ class Request:
                 return FinishReason.STOP, token_id
         if is_complete:
             return FinishReason.STOP, None
-        if self._is_last(self.num_output_tokens, max_model_len):
+        if len(self.token_ids) >= min(self._max_num_tokens, max_model_len):
             return FinishReason.LENGTH, None
         return None
 
-    def append_token(self, token_id: int) -> None:
-        was_long = self.is_long
+    def append_token(self, token_id: int) -> bool:
+        """Append a token to the output, and return whether the request has become long with it."""
         self.token_ids.append(token_id)
-        if self.is_long != was_long:
-            # Blocks of the shorter request hold other keys for the same tokens.
-            self._block_hashes.clear()
-            self._hash_root = self._make_hash_root()
+        if self._long_after is None or len(self.token_ids) != self._long_after + 1:
+            return False
+        # Blocks of the shorter request hold other keys for the same tokens.
+        self._block_hashes.clear()
+        self._hash_root = self._make_hash_root()
+        return True
 
     def _make_hash_root(self) -> bytes:
         request = self.core_request
@@ -291,6 +299,34 @@ class Request:
         lo, hi = get_mm_features_in_window(self.mm_features, start, end)
         items = [(f.mm_hash, f.mm_position.offset - start) for f in self.mm_features[lo:hi]]
         return hash_block(parent, self.token_ids[start:end], items)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counters of what a scheduler has done for its requests since its start.
+
+    Each completion that a client asks for is a request of its own here. The tokens of a prompt are
+    counted with its first completion only.
+    """
+
+    num_scheduled_tokens: int = 0
+    # Tokens of prompts are counted when the first token after them was sampled.
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_sampled_tokens: int = 0
+    # Tokens that were looked up in the prefix cache when a request was first scheduled.
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    steps: Counter[StepMode] = field(default_factory=Counter)
+
+    def add_token(self, request: Request) -> None:
+        """Count a new output token of a request, and with the first one the prompt tokens."""
+        self.num_sampled_tokens += 1
+        if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_prompt_tokens += request.num_cached_tokens or 0
 
 
 def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:

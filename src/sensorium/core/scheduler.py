@@ -13,10 +13,9 @@ Invariants:
   7. A step encodes at most one media item beyond the encoder budget. Later steps make up for it:
      they encode nothing, while there is something else to do.
   8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
-  9. A step may be planned while the one before it is under way, and its results are not known. A
-     request may have a place in both. The worker computes the steps one after the other. So blocks
-     that are released meanwhile may be given to the next step, although the one under way still
-     reads or writes them.
+  9. A step may be planned while the one before it is under way; a request may be in both. The
+     worker computes one after the other. So the next step may be given blocks that the one under
+     way still reads or writes.
  10. The results of a request that has ended, or was started anew, are dropped.
 """
 
@@ -24,15 +23,13 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from sensorium.core.admission import Limits, check_growth, check_request, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
-from sensorium.core.request import Rank, Request, RequestStatus
+from sensorium.core.request import Rank, Request, RequestStatus, SchedulerCounters
 from sensorium.core.seat_shares import SeatShares
 from sensorium.core.window_planner import Shortage, Step, WindowPlan, WindowPlanner
 from sensorium.types.errors import FailedRequestError, RequestError
@@ -44,38 +41,9 @@ from sensorium.types.scheduling import (
     ScheduledRequest,
     SchedulerOutput,
     StartedRequest,
-    StepMode,
 )
 
 _rank_of = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counters of what a scheduler has done since its start.
-
-    Each completion that a client asks for is a request of its own here. The tokens of a prompt are
-    counted with its first completion only.
-    """
-
-    num_scheduled_tokens: int = 0
-    # Tokens of prompts are counted when the first token after them was sampled.
-    num_prompt_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    num_sampled_tokens: int = 0
-    # Tokens that were looked up in the prefix cache when a request was first scheduled.
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
-    num_preemptions: int = 0
-    finished: Counter[FinishReason] = field(default_factory=Counter)
-    steps: Counter[StepMode] = field(default_factory=Counter)
-
-    def add_token(self, request: Request) -> None:
-        """Count a new output token of a request, and with the first one the prompt tokens."""
-        self.num_sampled_tokens += 1
-        if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
-            self.num_prompt_tokens += request.num_prompt_tokens
-            self.num_cached_prompt_tokens += request.num_cached_tokens or 0
 
 
 class Scheduler:
@@ -137,8 +105,7 @@ class Scheduler:
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
         """End a request early and return its last output, or `None` if it has ended already."""
-        request = self.requests.get(request_id)
-        return None if request is None else self._finish(request)
+        return self._finish(self.requests[request_id]) if request_id in self.requests else None
 
     @property
     def has_requests(self) -> bool:
@@ -218,10 +185,15 @@ class Scheduler:
     def _schedule_running(self, request: Request, step: Step) -> None:
         if request.request_id == step.reserved_for:
             step.num_reserved_tokens = 0
-        if request.must_wait(self.limits.max_model_len):
+        if request.num_due_tokens and request.must_wait(self.limits.max_model_len):
             step.has_waiting = True
             return
-        plan = self._plan(request, request.num_scheduled_tokens, step)
+        start = request.num_scheduled_tokens
+        if start % self.kv_cache.block_size and request.is_decoding and step.num_tokens_left:
+            # Most requests of most steps: one token more, for which there is a block.
+            self._commit_tokens(request, start + 1, step)
+            return
+        plan = self._plan(request, start, step)
         if plan.is_empty:
             return
         block_ids = self._allocate_or_preempt(request, plan.end, step)
@@ -307,18 +279,29 @@ class Scheduler:
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
         encoder_inputs = self._commit_encoder_inputs(request, plan, step)
-        is_sampled = plan.end == request.num_tokens + request.num_due_tokens
-        step.num_tokens += plan.end - plan.start
+        self._commit_tokens(request, plan.end, step, block_ids, encoder_inputs)
+
+    def _commit_tokens(
+        self,
+        request: Request,
+        end: int,
+        step: Step,
+        block_ids: BlockIds = (),
+        encoder_inputs: tuple[EncoderInput, ...] = (),
+    ) -> None:
+        start = request.num_scheduled_tokens
+        is_sampled = end == request.num_tokens + request.num_due_tokens
+        step.num_tokens += end - start
         step.scheduled[request.request_id] = ScheduledRequest(
             request_id=request.request_id,
             run=request.run,
-            num_computed_tokens=plan.start,
-            num_new_tokens=plan.end - plan.start,
+            num_computed_tokens=start,
+            num_new_tokens=end - start,
             new_block_ids=block_ids,
             is_sampled=is_sampled,
             encoder_inputs=encoder_inputs,
         )
-        request.num_scheduled_tokens = plan.end
+        request.num_scheduled_tokens = end
         request.num_due_tokens += is_sampled
 
     def _commit_encoder_inputs(
@@ -358,7 +341,10 @@ class Scheduler:
         for scheduled in output.scheduled:
             if scheduled.encoder_inputs:
                 self._note_encoded(scheduled, result)
-        outputs = self._fail_requests(output, result)
+        outputs: list[EngineCoreOutput] = []
+        if result.failed_encodes or result.failed_requests:
+            outputs = self._fail_requests(output, result)
+        now = self._clock()
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
             if request is None:
@@ -366,11 +352,14 @@ class Scheduler:
             is_late = scheduled.request_id in result.late_request_ids
             if request.status is RequestStatus.RUNNING:
                 self._advance(request, scheduled, is_late=is_late)
-            prompt_logprobs = request.take_unscored(
-                result.prompt_logprobs.get(request.request_id, ()), scheduled.num_computed_tokens
-            )
+            prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+            if request.num_scored_tokens is not None:
+                prompt_logprobs = request.take_unscored(
+                    result.prompt_logprobs.get(request.request_id, ()),
+                    scheduled.num_computed_tokens,
+                )
             if scheduled.is_sampled and not is_late:
-                outputs.append(self._take_token(request, result, prompt_logprobs))
+                outputs.append(self._take_token(request, result, prompt_logprobs, now))
             elif prompt_logprobs:
                 request_id = request.request_id
                 outputs.append(
@@ -452,10 +441,11 @@ class Scheduler:
             end = max(start, end - 1 if span is None else span[0])
             request.num_scheduled_tokens = end
         request.num_computed_tokens = end
-        self.kv_cache.commit(request)
+        if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
+            self.kv_cache.commit(request)
         if self.limits.is_encoder_decoder:  # its first step has stored all it needs of its items
             self.encoder_cache.free(request)
-        else:
+        elif start < request.num_prompt_tokens:
             self.encoder_cache.free_passed_items(request, start)
 
     def _take_token(
@@ -463,27 +453,25 @@ class Scheduler:
         request: Request,
         result: ModelRunnerOutput,
         prompt_logprobs: tuple[TokenLogprobs, ...],
+        now: float,
     ) -> EngineCoreOutput:
         """Append the sampled token, end the request if it is complete, and return the output."""
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
-        was_long = request.is_long
-        request.append_token(token_id)
+        has_become_long = request.append_token(token_id)
         self.counters.add_token(request)
         if request.first_token is None:
-            request.first_token = self._clock()
-        stop = request.get_stop(
-            max_model_len=self.limits.max_model_len,
-            is_complete=request.request_id in result.completed_request_ids,
-        )
+            request.first_token = now
+        is_complete = request.request_id in result.completed_request_ids
+        stop = request.get_stop(max_model_len=self.limits.max_model_len, is_complete=is_complete)
         reason, stop_token_id = stop or (None, None)
-        if reason is not None:
+        if reason:
             self._end(request, reason)
-        elif request.is_long and not was_long and request.status is RequestStatus.RUNNING:
+        elif has_become_long and request.status is RequestStatus.RUNNING:
             self._set_back(request)
         return request.make_output(
             reason,
-            self._clock(),
+            now,
             stop_token_id=stop_token_id,
             new_token_ids=(token_id,),
             logprobs=() if logprobs is None else (logprobs,),

@@ -21,6 +21,13 @@ class GrowingArray:
     def __len__(self) -> int:
         return self._length
 
+    def append(self, value: int) -> None:
+        if self._length < len(self._buffer):
+            self._buffer[self._length] = value
+            self._length += 1
+        else:
+            self.extend((value,))
+
     def extend(self, values: Sequence[int]) -> None:
         end = self._length + len(values)
         if end > len(self._buffer):

@@ -40,7 +40,7 @@ from sensorium.worker.input_batch import (
 )
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.prompt_scorer import NO_SCORES, PromptScorer, PromptScores
-from sensorium.worker.request_states import PromptPositions, RequestState
+from sensorium.worker.request_states import PromptPositions, RequestState, RequestTable
 from sensorium.worker.sampling.sampler import Sampler, Sampling
 
 
@@ -89,6 +89,7 @@ class ModelRunner:
         self._adapter = adapter
         self._kv_cache = kv_cache
         self._num_groups = len(groups)
+        self._table = RequestTable(len(groups))
         self._block_size = block_size
         self._graphs = graphs
         self._attention = attention
@@ -105,6 +106,8 @@ class ModelRunner:
             bidirectional_modalities=adapter.bidirectional_modalities,
             has_causal_full_layers=adapter.has_causal_full_layers,
             has_long_factors=adapter.long_after is not None,
+            has_mrope=adapter.has_mrope,
+            table=self._table,
             encoder_cache=self.encoder_cache,
             staging=StagingBuffer(device=adapter.device),
         )
@@ -215,19 +218,22 @@ class ModelRunner:
         for key in output.freed_encoder_keys:
             self.encoder_cache.drop(key)
         for request_id in output.stopped_request_ids:
-            self._states.pop(request_id, None)
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                state.release()
         for started in output.started:
             request = started.request
             self._states[request.request_id] = RequestState(
                 request,
                 started.output_token_ids,
-                num_groups=self._num_groups,
+                table=self._table,
                 mrope=self._mrope.get(request.request_id),
                 is_long=started.is_long,
             )
             self._grammars.start(request, started.output_token_ids)
         for scheduled in output.scheduled:
-            self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
+            if scheduled.new_block_ids:
+                self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
 
     def _encode(self, scheduled: Sequence[ScheduledRequest]) -> tuple[dict[str, str], float]:
         """Encode the media items that are scheduled in a step.
@@ -246,6 +252,8 @@ class ModelRunner:
     def _get_encoder_jobs(self, scheduled: Sequence[ScheduledRequest]) -> list[EncoderJob]:
         jobs = []
         for entry in scheduled:
+            if not entry.encoder_inputs:
+                continue
             features = self._states[entry.request_id].request.mm_features
             for encoder_input in entry.encoder_inputs:
                 feature = features[encoder_input.mm_index]
@@ -265,20 +273,27 @@ class ModelRunner:
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
             state = self._states[entry.request_id]
-            start = entry.num_computed_tokens
-            window = get_gather_slices(
-                state.request.mm_features, start, start + entry.num_new_tokens
-            )
-            for part in window:
-                key = state.get_encoder_key(part.mm_index)
-                reason = failed.get(key) or self._failed_before.get(key)
-                reason = reason or self._find_misfit(state, part.mm_index)
-                if reason is not None:
-                    state.failure = RequestError(reason)
+            if entry.num_computed_tokens < state.num_prompt_tokens:
+                reason = self._find_missing(entry, state, failed)
+                state.failure = state.failure or (RequestError(reason) if reason else None)
             if state.failure is not None:
                 left_out[entry.request_id] = state.failure
         self._failed_before = failed
         return left_out
+
+    def _find_missing(
+        self, entry: ScheduledRequest, state: RequestState, failed: Mapping[str, str]
+    ) -> str | None:
+        """Return why a request lacks media embeddings that it needs in this step, or `None`."""
+        start = entry.num_computed_tokens
+        features = state.request.mm_features
+        for part in get_gather_slices(features, start, start + entry.num_new_tokens):
+            key = state.get_encoder_key(part.mm_index)
+            reason = failed.get(key) or self._failed_before.get(key)
+            reason = reason or self._find_misfit(state, part.mm_index)
+            if reason is not None:
+                return reason
+        return None
 
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
         """Return why cached embeddings do not fit a media item, or `None` if they fit.
@@ -310,7 +325,7 @@ class ModelRunner:
             torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
             for index in range(self._num_groups)
         )
-        result = graphs.replay(rows, size, self._unread)
+        result = graphs.replay(rows, size, self._table, self._unread)
         choice = self._choose([state for _, state in rows], result.logits, result.likeliest)
         return replace(step, mode=StepMode.DECODE_GRAPH, choice=choice)
 
@@ -347,19 +362,19 @@ class ModelRunner:
         """Append the chosen tokens to the states of their requests, and add them to an output."""
         states, masks = choice.states, choice.masks
         sampled = choice.sampling.read()
-        chosen = []
+        chosen = {}
         for state, token_id in zip(states, sampled.token_ids, strict=True):
             state.num_unread_tokens -= 1
             if token_id is not None and not masks.is_without(state.request.request_id):
                 state.append_token(token_id)
-                chosen.append((state, token_id))
-        progress = self._grammars.consume(chosen)
+                chosen[state] = token_id
+        progress = self._grammars.consume(chosen.items())
         names = [state.request.request_id for state in states]
         failures = {names[row]: RequestError(reason) for row, reason in sampled.failures.items()}
-        logprobs = zip(names, sampled.logprobs, strict=True)
+        logprobs = zip(names, sampled.logprobs, strict=False)
         return replace(
             output,
-            sampled_token_ids={state.request.request_id: token_id for state, token_id in chosen},
+            sampled_token_ids={state.request.request_id: chosen[state] for state in chosen},
             logprobs={name: entry for name, entry in logprobs if entry is not None},
             failed_requests={
                 **output.failed_requests,

@@ -256,8 +256,7 @@ def build_engine_core(
         grammars=grammars,
         graphs=graphs,
     )
-    core = EngineCore(make_scheduler(config), runner, payloads, overlap=config.overlap)
-    return core, config
+    return EngineCore(make_scheduler(config), runner, payloads, overlap=config.overlap), config
 
 
 def _describe_fusion(adapter: ModelAdapter, options: EngineOptions) -> str:
