@@ -257,6 +257,14 @@ class MediaOptions:
         help="The number of processes that decode and process media, for each frontend of a "
         "server. With 0 it is done in the process itself.",
     )
+    mm_processor_threads: int = common_option(
+        1,
+        server_default="1; with a GPU the cores that are left, at most 4",
+        least=1,
+        most=256,
+        metavar="N",
+        help="The number of threads with which each of these processes computes.",
+    )
     mm_hasher_algorithm: str = common_option(
         "auto",
         choices=("auto", *HASH_ALGORITHMS),
