@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from tests.parity.table import ParityTable, mark_item
+from tests.support import overlap
 
 if not torch.cuda.is_available():
     # Triton's kernels then run on the CPU. It is read when Triton is first imported, by whomever.
@@ -46,6 +47,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tokens of Transformers' `generate`: take them from the files and compute a tenth, "
         "compute all and compare them with the files, or write the files",
     )
+    parser.addoption(
+        "--no-overlap", action="store_true", help="read the results of each step before the next"
+    )
     parser.addoption("--fast", action="store_true", help="leave out models and processes")
     parser.addoption(
         "--examples",
@@ -56,6 +60,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--no-overlap"):
+        overlap.turn_on()
     if hasattr(config, "workerinput"):  # one of several processes, which share the cores
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start

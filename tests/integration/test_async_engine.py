@@ -213,13 +213,13 @@ def test_a_refusal_of_the_core_keeps_its_kind(core: LocalCore) -> None:
 
 def test_a_step_that_fails_is_the_engines_fault_and_its_neighbours_live(core: LocalCore) -> None:
     async def test(engine: AsyncEngine, _: Perception) -> None:
-        execute = core.core.runner.execute
+        launch = core.core.runner.launch
 
         def fail(_: Any) -> Any:
-            core.core.runner.execute = execute  # type: ignore[method-assign]
+            core.core.runner.launch = launch  # type: ignore[method-assign]
             raise RuntimeError("a kernel fell over")
 
-        core.core.runner.execute = fail  # type: ignore[method-assign]
+        core.core.runner.launch = fail  # type: ignore[method-assign]
         with pytest.raises(FailedRequestError, match="a kernel fell over"):
             await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
         await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
@@ -231,15 +231,15 @@ def test_other_completions_of_one_that_failed_are_not_started(lru_core: LocalCor
     core = lru_core
 
     async def test(engine: AsyncEngine, _: Perception) -> None:
-        execute = core.core.runner.execute
+        launch = core.core.runner.launch
 
         def fail_with_second(plan: Any) -> Any:
             if len(core.core.scheduler.requests) < 2:
-                return execute(plan)
-            core.core.runner.execute = execute  # type: ignore[method-assign]
+                return launch(plan)
+            core.core.runner.launch = launch  # type: ignore[method-assign]
             raise RuntimeError("a kernel fell over")
 
-        core.core.runner.execute = fail_with_second  # type: ignore[method-assign]
+        core.core.runner.launch = fail_with_second  # type: ignore[method-assign]
         with pytest.raises(FailedRequestError, match="a kernel fell over"):
             await engine.generate([1, 2, 3], replace(LONG, n=4), request_id="r")
         await engine.reset_cache("prefix")  # answered after all that was sent before
@@ -255,7 +255,7 @@ def test_a_core_whose_steps_all_fail_ends(lru_core: LocalCore) -> None:
         raise RuntimeError("the device is lost")
 
     async def test(engine: AsyncEngine, _: Perception) -> None:
-        core.core.runner.execute = fail  # type: ignore[method-assign]
+        core.core.runner.launch = fail  # type: ignore[method-assign]
         for _attempt in range(7):
             with pytest.raises(FailedRequestError):
                 await engine.generate([1, 2, 3], GREEDY, request_id="r")

@@ -257,7 +257,7 @@ def test_a_stream_that_fails_raises_and_leaves_nothing(
         raise ValueError("the GPU is on fire")
 
     with caplog.at_level(logging.CRITICAL), monkeypatch.context() as patch:
-        patch.setattr(llava.core.runner, "execute", fail)
+        patch.setattr(llava.core.runner, "launch", fail)
         with pytest.raises(RequestError, match="the GPU is on fire") as caught:
             next(news)
     (output,) = caught.value.outputs
@@ -268,18 +268,18 @@ def test_a_stream_that_fails_raises_and_leaves_nothing(
 def test_a_stream_ends_when_an_interruption_took_its_request(llava: LLM) -> None:
     first, second = (llava.stream("hello", replace(SAMPLED, max_tokens=50)) for _ in range(2))
     next(first), next(second)
-    execute = llava.core.runner.execute
+    launch = llava.core.runner.launch
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    llava.core.runner.execute = interrupt  # type: ignore[method-assign,assignment]
+    llava.core.runner.launch = interrupt  # type: ignore[method-assign,assignment]
     try:
         with pytest.raises(KeyboardInterrupt):
             for _ in first:
                 pass
     finally:
-        llava.core.runner.execute = execute  # type: ignore[method-assign]
+        llava.core.runner.launch = launch  # type: ignore[method-assign]
     with pytest.raises(RequestError, match="ended by an interruption"):
         for _ in second:
             pass

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, SamplingParams
-from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+from sensorium.types.scheduling import ModelRunnerOutput
 from sensorium.worker.grammar_masks import GrammarMasks, StepMasks
 from sensorium.worker.request_states import RequestState
 from tests.integration.random_schemas import make_schema
@@ -108,15 +108,15 @@ class Results:
         self.entries: list[ModelRunnerOutput] = []
         self.was_late = threading.Event()
         runner: Any = llm.core.runner
-        execute = runner.execute
+        finish = runner.finish
 
-        def execute_and_note(output: SchedulerOutput) -> ModelRunnerOutput:
-            self.entries.append(execute(output))
+        def finish_and_note(step: Any) -> ModelRunnerOutput:
+            self.entries.append(finish(step))
             if self.entries[-1].late_request_ids:
                 self.was_late.set()
             return self.entries[-1]
 
-        runner.execute = execute_and_note
+        runner.finish = finish_and_note
 
 
 def get_values(logprobs: Any) -> list[float]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import sensorium.engine.build.builder as builder
 import sensorium.models.loading as loading
 from sensorium import LLM, ModelError, RequestError, SamplingParams
-from sensorium.core.scheduler import SchedulerCounters
+from sensorium.core.request import SchedulerCounters
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from tests.integration.odd_models import make_gemma4_unified, make_vibevoice_asr, make_vipllava
 from tests.parity.cases import MODALITIES, in_turns

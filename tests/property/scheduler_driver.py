@@ -12,7 +12,8 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
-from sensorium.types.scheduling import ScheduledRequest, SchedulerOutput
+from sensorium.types.scheduling import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from tests.support import overlap
 
 from .simulated_worker import SimulatedWorker
 from .strategies import CacheSizes
@@ -60,8 +61,18 @@ def check_last(output: EngineCoreOutput) -> None:
 
 
 class SchedulerDriver:
-    def __init__(self, limits: Limits, sizes: CacheSizes, policy: str) -> None:
+    """Runs steps one by one or, with `is_ahead`, each before the results of the last are known.
+
+    By default it does what engines under test do.
+    """
+
+    def __init__(
+        self, limits: Limits, sizes: CacheSizes, policy: str, *, is_ahead: bool | None = None
+    ) -> None:
         self.limits = limits
+        self.is_ahead = overlap.is_on() if is_ahead is None else is_ahead
+        # The step whose results the scheduler does not know yet.
+        self.under_way: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
         self.kv_cache = KVCacheManager(
             sizes.groups,
             block_size=sizes.block_size,
@@ -128,11 +139,23 @@ class SchedulerDriver:
         is_answering = any(r.num_computed_tokens >= r.num_prompt_tokens for r in first)
         output = self.scheduler.schedule()
         assert all(r in self.scheduler.running for r in first), "the first one is preempted"
-        assert bool(self.open) != output.is_empty, "a step does something while there are requests"
+        if self.under_way is None or not self.open:
+            assert bool(self.open) != output.is_empty, "a step does something if there are requests"
+        self._check_unread(output)
         self._check_budgets(output)
         self._check_seats()
         self._check_rest(output, is_answering=is_answering)
         return output
+
+    def _check_unread(self, output: SchedulerOutput) -> None:
+        """No request runs whose next token depends on one that has not been read."""
+        if self.under_way is None:
+            return
+        unread = {s.run for s in self.under_way[0].scheduled if s.is_sampled}
+        for scheduled in output.scheduled:
+            params = self.open[scheduled.request_id].sampling_params
+            is_free = not params.has_penalties and params.structured_outputs is None
+            assert is_free or scheduled.run not in unread
 
     def _check_rest(self, output: SchedulerOutput, *, is_answering: bool) -> None:
         """After an item beyond the budget, encoders rest while an answer can go on."""
@@ -140,7 +163,7 @@ class SchedulerDriver:
         if self.encoder_debt and num_embeds:
             assert not is_answering, "encoders work although they owe the others a step"
             self.encoder_debt = 0
-        if self.encoder_debt and is_answering:
+        if self.encoder_debt and is_answering and self.under_way is None:
             assert output.scheduled, "nothing goes on while encoders rest"
         debt = self.encoder_debt + num_embeds - self.limits.max_num_encoder_embeds
         self.encoder_debt = max(0, debt)
@@ -159,21 +182,51 @@ class SchedulerDriver:
             failing_hashes=failing_hashes,
             failing_requests=failing_requests,
         )
-        self.take(self.scheduler.update_from_output(output, result))
-        for key in self.worker.encoded_keys:
-            assert self.encoder_cache.is_computed(key), "the worker keeps what the core forgot"
-        assert len(self.worker.encoded_keys) == self.encoder_cache.statistics().num_entries
+        done = self.under_way if self.is_ahead else (output, result)
+        self.under_way = (output, result) if self.is_ahead else None
+        if done is not None:
+            self.take(self.scheduler.update_from_output(*done))
+        self._check_worker()
+        self.is_in_step = False
+
+    def _check_worker(self) -> None:
+        """Core and worker agree on the outputs of encoders that are there, and on who uses them."""
         for request in self.scheduler.running:
             used = self.worker.rows[request.request_id].get_used_items()
-            assert self.encoder_cache.get_cached_input_ids(request) == used
-        self.is_in_step = False
+            held = self.encoder_cache.get_cached_input_ids(request)
+            assert held >= used if self.is_ahead else held == used
+        if self.is_ahead and self.under_way is not None:
+            failed = self.under_way[1].failed_encodes.keys()
+            assert all(key in self.encoder_cache for key in self.worker.encoded_keys)
+            num_missing = sum(key in self.encoder_cache for key in failed)
+        else:
+            assert all(self.encoder_cache.is_computed(key) for key in self.worker.encoded_keys)
+            num_missing = 0
+        num_entries = self.encoder_cache.statistics().num_entries
+        assert len(self.worker.encoded_keys) == num_entries - num_missing
 
     def fail_step(self, output: SchedulerOutput, *, has_run: bool) -> None:
         """The worker breaks down before it did anything, or after it did everything."""
         if has_run:
             self.worker.execute(output, token_id=1)
+        self._take_under_way()
         self.take(self.scheduler.fail_step(output, "the worker broke down"))
         self.is_in_step = False
+
+    def fail_last_step(self, output: SchedulerOutput) -> None:
+        """The worker begins a step, and then it turns out that the one before has failed."""
+        result = self.worker.execute(output, token_id=1)
+        if self.under_way is not None:
+            self.take(self.scheduler.fail_step(self.under_way[0], "the worker broke down"))
+        self.under_way = output, result
+        if not self.is_ahead:
+            self._take_under_way()
+        self.is_in_step = False
+
+    def _take_under_way(self) -> None:
+        if self.under_way is not None:
+            self.take(self.scheduler.update_from_output(*self.under_way))
+            self.under_way = None
 
     def step(self, token_id: int = 1) -> None:
         self.finish_step(self.schedule(), token_id=token_id)
@@ -187,6 +240,7 @@ class SchedulerDriver:
         assert not self.open, "requests are stuck"
         assert not self.scheduler.has_requests
         self.step()
+        self._take_under_way()
         assert not self.worker.rows
         assert all(pool.num_used == 0 for pool in self.kv_cache.statistics())
         statistics = self.encoder_cache.statistics()
@@ -198,9 +252,11 @@ class SchedulerDriver:
         """Return the number of steps after which all requests must be done.
 
         The first request moves at least every second step, and is never set back. One that becomes
-        long is set back once: it waits for those that run, and computes everything again.
+        long is set back once: it waits for those that run, and computes everything again. A request
+        that waits for its tokens to be read moves in every second step at most.
         """
-        bound = 2 * sum(self.get_max_tokens(request) for request in self.open.values()) + 2
+        num_tokens = sum(self.get_max_tokens(request) for request in self.open.values())
+        bound = (4 if self.is_ahead else 2) * num_tokens + 2
         if self.limits.long_after is None:
             return bound
         return 2 * (bound + 2 * self.limits.max_num_seqs * self.limits.max_model_len)

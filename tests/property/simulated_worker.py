@@ -74,6 +74,7 @@ class Row:
     num_cached_tokens: int = 0
     is_new: bool = True
     is_long: bool = False
+    is_broken: bool = False  # it failed, which the scheduler may not know yet
 
     def get_used_items(self) -> set[int]:
         """Return the items with some positions computed and some not."""
@@ -105,6 +106,7 @@ class SimulatedWorker:
         self._is_encoder_decoder = is_encoder_decoder
         self._long_after = long_after
         self._contents = Contents()
+        self._failed_keys: set[str] = set()  # not encoded, which the scheduler may not know yet
         self._slots: dict[tuple[int, int, int], int] = {}
 
     def execute(
@@ -122,10 +124,14 @@ class SimulatedWorker:
         self._drop_and_start(output)
         failed = self._encode(output, failing_hashes)
         healthy = []
+        missing = failed | (self._failed_keys - self.encoded_keys)
+        self._failed_keys = failed
         for scheduled in output.scheduled:
             row = self._extend(scheduled)
-            is_healthy = failed.isdisjoint(self._needed_keys(row, scheduled))
+            is_healthy = missing.isdisjoint(self._needed_keys(row, scheduled))
             is_healthy = is_healthy and scheduled.request_id not in failing_requests
+            is_healthy = is_healthy and not row.is_broken
+            row.is_broken = not is_healthy
             self._write(row, scheduled, is_healthy=is_healthy)
             healthy += [scheduled] if is_healthy else []
         for scheduled in healthy:
@@ -203,10 +209,12 @@ class SimulatedWorker:
     def _extend(self, scheduled: ScheduledRequest) -> Row:
         row = self.rows[scheduled.request_id]
         is_long = self._long_after is not None and len(row.token_ids) > self._long_after
-        assert row.is_long == is_long, "it goes on with keys of the other kind"
-        assert row.num_computed_tokens == scheduled.num_computed_tokens
+        assert row.is_broken or row.is_long == is_long, "it goes on with keys of the other kind"
+        if not row.is_broken:
+            assert row.num_computed_tokens == scheduled.num_computed_tokens
         assert scheduled.num_new_tokens > 0
-        for table, new_ids in zip(row.tables, scheduled.new_block_ids, strict=True):
+        new_block_ids = scheduled.new_block_ids or [()] * len(row.tables)
+        for table, new_ids in zip(row.tables, new_block_ids, strict=True):
             table.extend(new_ids)
         return row
 

@@ -130,6 +130,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         max_tokens=max_tokens,
         ignore_eos=draw(st.booleans()),
         prompt_logprobs=draw(st.sampled_from((None, None, None, 0))),
+        # With a penalty each token must be known before the next one can be chosen.
+        presence_penalty=draw(st.sampled_from((0.0, 0.0, 0.0, 0.5))),
     )
 
 

@@ -157,7 +157,7 @@ class EncoderCacheMachine(RuleBasedStateMachine):
         for key in KEYS:
             entry = self.entries.get(key)
             assert self.cache.is_computed(key) == (entry is not None and entry.is_computed)
-            assert self.cache.is_reserved(key) == (entry is not None and not entry.is_computed)
+            assert (key in self.cache) == (entry is not None)
             assert self.cache.is_evictable(key) == (key in self.evictable)
 
     @invariant()

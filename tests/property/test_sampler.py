@@ -87,7 +87,7 @@ cases = st.builds(
 
 def sample(batch: list[Case]) -> SamplerOutput:
     logits = torch.tensor([case.logits for case in batch])
-    return Sampler(device=CPU).sample(logits, [case.make_row() for case in batch])
+    return Sampler(device=CPU).sample(logits, [case.make_row() for case in batch]).read()
 
 
 def edit(batch: list[Case]) -> torch.Tensor:
@@ -200,7 +200,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(batch: list[Case]) -> None:
 @settings(max_examples=100)
 def test_log_probabilities_are_those_of_the_untouched_logits(batch: list[Case]) -> None:
     logits = torch.tensor([case.logits for case in batch])
-    output = Sampler(device=CPU).sample(logits, [case.make_row() for case in batch])
+    output = Sampler(device=CPU).sample(logits, [case.make_row() for case in batch]).read()
     assert logits.equal(torch.tensor([case.logits for case in batch]))
     for case, token_id, entry in zip(batch, output.token_ids, output.logprobs, strict=True):
         assert (entry is None) == (case.params.logprobs is None)

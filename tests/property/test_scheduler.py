@@ -17,7 +17,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.driver: SchedulerDriver | None = None
 
-    @initialize(limits=limits(), sizes=cache_sizes(), policy=st.sampled_from(("fcfs", "priority")))
+    @initialize(
+        limits=limits(),
+        sizes=cache_sizes(),
+        policy=st.sampled_from(("fcfs", "priority")),
+    )
     def build(self, limits: Limits, sizes: CacheSizes, policy: str) -> None:
         self.driver = SchedulerDriver(limits, sizes, policy)
 
@@ -47,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         outcome=st.sampled_from(
-            ("done", "items fail", "requests fail", "broken before", "broken after")
+            ("done", "items fail", "requests fail", "broken before", "broken after", "last broken")
         ),
         departure=st.sampled_from(("nobody", "before", "during", "during, and back again")),
     )
@@ -63,7 +67,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if departure.endswith("back again"):
             self.live.add(request)
         self.live.check()
-        if outcome.startswith("broken"):
+        if outcome == "last broken":
+            self.live.fail_last_step(output)
+        elif outcome.startswith("broken"):
             self.live.fail_step(output, has_run=outcome == "broken after")
         else:
             failing = data.draw(st.sets(items, max_size=3)) if outcome == "items fail" else ()

@@ -12,7 +12,7 @@ from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreRequest
-from sensorium.types.scheduling import ModelRunnerOutput, SchedulerOutput
+from sensorium.types.scheduling import SchedulerOutput
 
 MAX_STEPS = 5000
 # How many tokens a KV cache has beside those of the longest request. With one of these numbers it
@@ -26,14 +26,13 @@ class Trace:
     def __init__(self, llm: LLM) -> None:
         self.steps: list[SchedulerOutput] = []
         runner: Any = llm.core.runner
-        execute = runner.execute
+        launch = runner.launch
 
-        def execute_and_note(output: SchedulerOutput) -> ModelRunnerOutput:
+        def launch_and_note(output: SchedulerOutput) -> Any:
             self.steps.append(output)
-            result: ModelRunnerOutput = execute(output)
-            return result
+            return launch(output)
 
-        runner.execute = execute_and_note
+        runner.launch = launch_and_note
 
     @property
     def requests(self) -> dict[str, EngineCoreRequest]:

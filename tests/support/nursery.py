@@ -129,10 +129,11 @@ class Nursery:
         raise AssertionError("the nursery can't be reached")
 
     def _start_process(self, listener: socket.socket) -> None:
+        root = Path(__file__).parents[2]
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(listener.fileno())],
             pass_fds=[listener.fileno()],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+            env=os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"},
             start_new_session=True,  # it ends with its connections, and not by Ctrl-C
         )
 
@@ -211,6 +212,7 @@ def main() -> None:
     gc.disable()
     for name in _LIBRARIES:
         importlib.import_module(name)
+    importlib.import_module("tests.support.overlap").apply()
     # The modules of the server have a state of their own in each process.
     _forget(
         name

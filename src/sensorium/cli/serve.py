@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from sensorium.cli.flags import ENGINE_GROUPS, MODEL_HELP, add_options, get_given
@@ -13,9 +14,14 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import SensoriumError
+from sensorium.utils.system_memory import get_free_system_bytes
 
 _MIN_POOL_SIZE = 2
 _MAX_POOL_SIZE = 4
+_MAX_THREADS = 4  # of one process for media; more hardly help
+_MAX_FRONTENDS = 4  # that are started without being asked for
+_CORES_PER_FRONTEND = 4
+_MAX_SHARE = 0.25  # of the free memory, for a media cache that nobody has asked to be shared
 _SERVE = """Serve a model over HTTP, with OpenAI's API. One process computes and others serve; a
 process that dies is started again. After SIGTERM requests in flight may end; a second SIGTERM ends
 them too."""
@@ -112,13 +118,14 @@ def make_options(arguments: argparse.Namespace) -> ServeOptions:
     loading = get_given(arguments, LoadingOptions) | {"model": _get_model(arguments)}
     try:
         limits = MediaLimits(**get_given(arguments, MediaLimits))
-        media = _choose_media(arguments) | get_given(arguments, MediaOptions)
+        server, media = _choose_processes(arguments)
+        media |= get_given(arguments, MediaOptions)
         return ServeOptions(
             loading=LoadingOptions(**loading),
             engine=EngineOptions(**get_given(arguments, EngineOptions)),
             media=MediaOptions(**media, media_limits=limits),
             is_render_only=arguments.command == "render",
-            **get_given(arguments, ServeOptions),
+            **server | get_given(arguments, ServeOptions),
         )
     except SensoriumError as error:
         arguments.refuse(str(error))
@@ -134,18 +141,64 @@ def _get_model(arguments: argparse.Namespace) -> str:
     return model
 
 
-def _choose_media(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return defaults of media options that depend on the number of frontends and CPU cores.
+def _choose_processes(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the defaults of server options and of media options that depend on the machine.
 
-    These are the kind of media cache and the number of processes for media.
+    These are the number of frontends, the kind of media cache, and the number of processes and
+    threads for media.
     """
-    num_frontends = getattr(arguments, "api_server_count", 1)
     has_affinity = hasattr(os, "sched_getaffinity")
     num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return {
+    given = get_given(arguments, MediaOptions)
+    num_frontends, reason = getattr(arguments, "api_server_count", None), ""
+    if num_frontends is None and arguments.command == "render":
+        num_frontends = 1
+    elif num_frontends is None:
+        num_frontends, reason = choose_frontends(
+            num_cores,
+            has_gpu=_may_have_gpu(arguments),
+            has_lru=given.get("mm_processor_cache_type") == "lru",
+            cache_bytes=MediaOptions(**given).capacity_bytes,
+            free_bytes=get_free_system_bytes(),
+        )
+    pool_size = given.get("mm_processor_pool_size", choose_pool_size(num_frontends, num_cores))
+    num_left = num_cores - 1 - num_frontends  # one for the core
+    num_threads = num_left // max(1, num_frontends * pool_size)
+    server = {"api_server_count": num_frontends, "frontends_reason": reason}
+    media = {
         "mm_processor_cache_type": "shm" if num_frontends > 1 else "lru",
-        "mm_processor_pool_size": choose_pool_size(num_frontends, num_cores),
+        "mm_processor_pool_size": pool_size,
+        "mm_processor_threads": (
+            max(1, min(_MAX_THREADS, num_threads)) if _may_have_gpu(arguments) else 1
+        ),
     }
+    return server, media
+
+
+def _may_have_gpu(arguments: argparse.Namespace) -> bool:
+    """Return whether the engine will probably compute on a GPU; torch is not loaded here."""
+    is_asked = str(getattr(arguments, "device", "auto")).startswith(("auto", "cuda"))
+    return arguments.command == "serve" and is_asked and Path("/dev/nvidiactl").exists()
+
+
+def choose_frontends(
+    num_cores: int, *, has_gpu: bool, has_lru: bool, cache_bytes: int, free_bytes: int
+) -> tuple[int, str]:
+    """Return how many frontends a server starts if the user does not say, and why.
+
+    `has_lru` means that the user asked for a media cache that only one frontend can have. Several
+    frontends share `cache_bytes` of memory, of which the machine has `free_bytes` left.
+    """
+    if not has_gpu:
+        return 1, "the engine computes on the CPU" if num_cores >= 2 * _CORES_PER_FRONTEND else ""
+    num_frontends = min(_MAX_FRONTENDS, num_cores // _CORES_PER_FRONTEND)
+    if num_frontends < 2:
+        return 1, f"there are {num_cores} CPU cores"
+    if has_lru:
+        return 1, "a media cache of the kind lru can't be shared"
+    if cache_bytes > free_bytes * _MAX_SHARE:
+        return 1, "there is too little memory for a media cache that is shared"
+    return num_frontends, f"for {num_cores} CPU cores"
 
 
 def choose_pool_size(num_frontends: int, num_cores: int) -> int:

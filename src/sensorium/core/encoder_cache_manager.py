@@ -81,13 +81,12 @@ class EncoderCacheManager:
         """
         return self._num_free + self._num_evictable
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._entries
+
     def is_computed(self, key: str) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.is_computed
-
-    def is_reserved(self, key: str) -> bool:
-        entry = self._entries.get(key)
-        return entry is not None and not entry.is_computed
 
     def is_evictable(self, key: str) -> bool:
         return key in self._evictable

@@ -174,12 +174,15 @@ class KVCacheManager:
         tables = self._tables.get(request.request_id)
         if tables is None:
             return self._start(request, num_tokens, hit)
-        self._release_passed(request, tables)
         total = -(-num_tokens // self.block_size)
-        counts = [max(0, total - len(table.block_ids)) for table in tables]
-        if any(count > pool.num_free for count, pool in zip(counts, self._pools, strict=True)):
-            return None
-        return self._extend(tables, counts)
+        # Blocks of the step under way get their names when it has ended. They are released before
+        # that only if there is no other way.
+        for num_passed in (request.num_computed_tokens, request.num_scheduled_tokens):
+            self._release_passed(tables, num_passed)
+            counts = [max(0, total - len(table.block_ids)) for table in tables]
+            if all(count <= pool.num_free for count, pool in zip(counts, self._pools, strict=True)):
+                return self._extend(tables, counts)
+        return None
 
     def _start(self, request: Request, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
         total = -(-num_tokens // self.block_size)
@@ -209,9 +212,10 @@ class KVCacheManager:
             new_ids.append(tuple(block_ids))
         return tuple(new_ids)
 
-    def _release_passed(self, request: Request, tables: list[_BlockTable]) -> None:
+    def _release_passed(self, tables: list[_BlockTable], num_tokens: int) -> None:
+        """Release the blocks that no position from `num_tokens` on reads any more."""
         for group, pool, table in zip(self.groups, self._pools, tables, strict=True):
-            first = self._first_live_block(group, request.num_computed_tokens)
+            first = self._first_live_block(group, num_tokens)
             if first > table.num_passed:
                 passed = table.block_ids[table.num_passed : first]
                 pool.release(reversed(passed))

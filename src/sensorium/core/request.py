@@ -8,15 +8,26 @@ and the part of a media item that stands at each place.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from sensorium.types.errors import RequestError, make_record
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
-from sensorium.types.request import CoreTimes, EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.request import (
+    CoreTimes,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    TokenLogprobs,
+)
 from sensorium.types.sampling import SamplingParams
+from sensorium.types.scheduling import StepMode
 
 # The order of service: the priority, then the arrival. Smaller comes first, and all are different.
 Rank = tuple[int, int]
@@ -64,7 +75,10 @@ class Request:
         self.status = RequestStatus.WAITING
         self.token_ids = list(core_request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
+        self.run = 0  # the number of its present run, which no other run has; 0: it does not run
+        self.num_computed_tokens = 0  # in the steps that have ended
+        self.num_scheduled_tokens = 0  # also with the step that is under way
+        self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
         self.encoder_hits: list[int] = []  # items with an encoder output in the cache
@@ -81,10 +95,41 @@ class Request:
         self._block_hashes: list[bytes] = []
         self._hash_root = self._make_hash_root()
         self._encoder_key_suffix = core_request.encoder_key_suffix
+        max_tokens = self.sampling_params.max_tokens
+        self._max_num_tokens = (
+            math.inf if max_tokens is None else self.num_prompt_tokens + max_tokens
+        )
+        # The host has to know each token before it can tell which may come next.
+        self._is_token_read = (
+            self.sampling_params.has_penalties
+            or self.sampling_params.structured_outputs is not None
+            or any(len(sequence) > 1 for sequence in core_request.bans.sequences)
+        )
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def must_wait(self, max_model_len: int) -> bool:
+        """Return whether a request with a due token can't be in a step before the token is known.
+
+        That is the case if the sampler has to know the token, if it is the last one, or if the
+        request becomes long with it. Otherwise the worker passes the token on to the next step
+        before anyone has read it.
+        """
+        num_tokens = len(self.token_ids) + self.num_due_tokens
+        return (
+            self._is_token_read
+            or num_tokens >= self._max_num_tokens
+            or num_tokens >= max_model_len
+            or (self._long_after is not None and self._has_long(num_tokens) != self.is_long)
+        )
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all tokens but the last one are computed, or are in the step under way."""
+        num_tokens = len(self.token_ids) + self.num_due_tokens
+        return self.num_scheduled_tokens == num_tokens - 1 >= self.num_prompt_tokens
 
     @property
     def is_long(self) -> bool:
@@ -92,7 +137,10 @@ class Request:
 
         The model computes such a request with other rotary factors.
         """
-        return self._long_after is not None and self.num_tokens > self._long_after
+        return self._has_long(self.num_tokens)
+
+    def _has_long(self, num_tokens: int) -> bool:
+        return self._long_after is not None and num_tokens > self._long_after
 
     @property
     def num_output_tokens(self) -> int:
@@ -145,7 +193,39 @@ class Request:
         self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
 
-    def make_times(self, finished: float) -> CoreTimes:
+    def make_output(
+        self,
+        reason: FinishReason | None,
+        now: float,
+        *,
+        stop_token_id: int | None = None,
+        error: RequestError | None = None,
+        new_token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> EngineCoreOutput:
+        """Return an output of this request, with the given tokens and log-probabilities.
+
+        `reason` is why it ends, or `None` if it goes on. `now` is the time, by the scheduler's
+        clock. What describes the whole request is left out if the output can't be the last one.
+        """
+        # A stop string, which the frontend looks for, may make any output the last one.
+        may_be_last = reason is not None or bool(self.sampling_params.stop)
+        return EngineCoreOutput(
+            request_id=self.request_id,
+            new_token_ids=new_token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            error=None if error is None else make_record(error),
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_encoder_hits=len(self.encoder_hits),
+            encoder_hits=tuple(sorted(self.encoder_hits)) if may_be_last else (),
+            times=self._make_times(now) if may_be_last else None,
+        )
+
+    def _make_times(self, finished: float) -> CoreTimes:
         return CoreTimes(
             arrived=self.arrived,
             scheduled=self.scheduled,
@@ -184,18 +264,19 @@ class Request:
                 return FinishReason.STOP, token_id
         if is_complete:
             return FinishReason.STOP, None
-        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-        if self.num_output_tokens >= max_tokens or self.num_tokens >= max_model_len:
+        if len(self.token_ids) >= min(self._max_num_tokens, max_model_len):
             return FinishReason.LENGTH, None
         return None
 
-    def append_token(self, token_id: int) -> None:
-        was_long = self.is_long
+    def append_token(self, token_id: int) -> bool:
+        """Append a token to the output, and return whether the request has become long with it."""
         self.token_ids.append(token_id)
-        if self.is_long != was_long:
-            # Blocks of the shorter request hold other keys for the same tokens.
-            self._block_hashes.clear()
-            self._hash_root = self._make_hash_root()
+        if self._long_after is None or len(self.token_ids) != self._long_after + 1:
+            return False
+        # Blocks of the shorter request hold other keys for the same tokens.
+        self._block_hashes.clear()
+        self._hash_root = self._make_hash_root()
+        return True
 
     def _make_hash_root(self) -> bytes:
         request = self.core_request
@@ -218,6 +299,34 @@ class Request:
         lo, hi = get_mm_features_in_window(self.mm_features, start, end)
         items = [(f.mm_hash, f.mm_position.offset - start) for f in self.mm_features[lo:hi]]
         return hash_block(parent, self.token_ids[start:end], items)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Counters of what a scheduler has done for its requests since its start.
+
+    Each completion that a client asks for is a request of its own here. The tokens of a prompt are
+    counted with its first completion only.
+    """
+
+    num_scheduled_tokens: int = 0
+    # Tokens of prompts are counted when the first token after them was sampled.
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_sampled_tokens: int = 0
+    # Tokens that were looked up in the prefix cache when a request was first scheduled.
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+    num_preemptions: int = 0
+    finished: Counter[FinishReason] = field(default_factory=Counter)
+    steps: Counter[StepMode] = field(default_factory=Counter)
+
+    def add_token(self, request: Request) -> None:
+        """Count a new output token of a request, and with the first one the prompt tokens."""
+        self.num_sampled_tokens += 1
+        if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
+            self.num_prompt_tokens += request.num_prompt_tokens
+            self.num_cached_prompt_tokens += request.num_cached_tokens or 0
 
 
 def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:

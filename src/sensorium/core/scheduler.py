@@ -9,28 +9,30 @@ Invariants:
   4. Requests are served in order, with two exceptions. Tokens are reserved for a media span that
      did not fit into the last step. Requests of a client call beyond its share are passed over.
   5. The first running request is never preempted: all behind it can be preempted for it.
-  6. A step is empty only if there are no requests.
+  6. A step is empty only if there are no requests, or if all of them wait for the step under way.
   7. A step encodes at most one media item beyond the encoder budget. Later steps make up for it:
      they encode nothing, while there is something else to do.
   8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
+  9. A step may be planned while the one before it is under way; a request may be in both. The
+     worker computes one after the other. So the next step may be given blocks that the one under
+     way still reads or writes.
+ 10. The results of a request that has ended, or was started anew, are dropped.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 
 from sensorium.core.admission import Limits, check_growth, check_request, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
-from sensorium.core.request import Rank, Request, RequestStatus
+from sensorium.core.request import Rank, Request, RequestStatus, SchedulerCounters
 from sensorium.core.seat_shares import SeatShares
 from sensorium.core.window_planner import Shortage, Step, WindowPlan, WindowPlanner
-from sensorium.types.errors import FailedRequestError, RequestError, make_record
+from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.scheduling import (
     BlockIds,
@@ -39,38 +41,9 @@ from sensorium.types.scheduling import (
     ScheduledRequest,
     SchedulerOutput,
     StartedRequest,
-    StepMode,
 )
 
 _rank_of = attrgetter("rank")
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Counters of what a scheduler has done since its start.
-
-    Each completion that a client asks for is a request of its own here. The tokens of a prompt are
-    counted with its first completion only.
-    """
-
-    num_scheduled_tokens: int = 0
-    # Tokens of prompts are counted when the first token after them was sampled.
-    num_prompt_tokens: int = 0
-    num_cached_prompt_tokens: int = 0
-    num_sampled_tokens: int = 0
-    # Tokens that were looked up in the prefix cache when a request was first scheduled.
-    num_prefix_queries: int = 0
-    num_prefix_hits: int = 0
-    num_preemptions: int = 0
-    finished: Counter[FinishReason] = field(default_factory=Counter)
-    steps: Counter[StepMode] = field(default_factory=Counter)
-
-    def add_token(self, request: Request) -> None:
-        """Count a new output token of a request, and with the first one the prompt tokens."""
-        self.num_sampled_tokens += 1
-        if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
-            self.num_prompt_tokens += request.num_prompt_tokens
-            self.num_cached_prompt_tokens += request.num_cached_tokens or 0
 
 
 class Scheduler:
@@ -100,6 +73,7 @@ class Scheduler:
         self._planner = WindowPlanner(limits, encoder_cache)
         self._shares = SeatShares(limits.max_num_seqs)
         self._num_arrivals = 0
+        self._num_runs = 0
         self._stopped: list[str] = []
         # The request with a media span that did not fit into the last step, and its tokens.
         self._deferred: tuple[str, int] | None = None
@@ -131,8 +105,7 @@ class Scheduler:
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
         """End a request early and return its last output, or `None` if it has ended already."""
-        request = self.requests.get(request_id)
-        return None if request is None else self._finish(request)
+        return self._finish(self.requests[request_id]) if request_id in self.requests else None
 
     @property
     def has_requests(self) -> bool:
@@ -147,7 +120,9 @@ class Scheduler:
         """
         step = self._fill_step()
         while not step.scheduled and (
-            step.is_short_of_blocks or step.reserved_for or step.is_encoder_resting
+            step.is_short_of_blocks
+            or step.reserved_for
+            or (step.is_encoder_resting and not step.has_waiting)
         ):
             # The step only preempted requests, or reserved tokens for a request that could not use
             # them, or there is nothing to do but to encode.
@@ -210,7 +185,15 @@ class Scheduler:
     def _schedule_running(self, request: Request, step: Step) -> None:
         if request.request_id == step.reserved_for:
             step.num_reserved_tokens = 0
-        plan = self._plan(request, request.num_computed_tokens, step)
+        if request.num_due_tokens and request.must_wait(self.limits.max_model_len):
+            step.has_waiting = True
+            return
+        start = request.num_scheduled_tokens
+        if start % self.kv_cache.block_size and request.is_decoding and step.num_tokens_left:
+            # Most requests of most steps: one token more, for which there is a block.
+            self._commit_tokens(request, start + 1, step)
+            return
+        plan = self._plan(request, start, step)
         if plan.is_empty:
             return
         block_ids = self._allocate_or_preempt(request, plan.end, step)
@@ -244,7 +227,9 @@ class Scheduler:
         insort(self.running, request, key=_rank_of)
         self._shares.take(request)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_cached_tokens
+        self._num_runs += 1
+        request.run = self._num_runs
+        request.num_computed_tokens = request.num_scheduled_tokens = num_cached_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled = self._clock()
@@ -261,11 +246,11 @@ class Scheduler:
 
     def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
         plan = self._planner.get_plan(request, start, step)
-        if plan.shortage in (Shortage.SPAN, Shortage.ENCODER_SPACE):
-            step.is_encoder_closed = True
-        if plan.shortage is Shortage.SPAN and step.deferred is None:
+        if plan.shortage is Shortage.SPAN and not step.is_encoder_closed:
             span = request.get_split_span(start + 1)
             step.deferred = (request.request_id, span[1] - start) if span else None
+        if plan.shortage in (Shortage.SPAN, Shortage.ENCODER_SPACE):
+            step.is_encoder_closed = True
         return plan
 
     def _allocate_or_preempt(
@@ -289,20 +274,35 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_scheduled_tokens = request.num_due_tokens = 0
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
         encoder_inputs = self._commit_encoder_inputs(request, plan, step)
-        step.num_tokens += plan.end - plan.start
+        self._commit_tokens(request, plan.end, step, block_ids, encoder_inputs)
+
+    def _commit_tokens(
+        self,
+        request: Request,
+        end: int,
+        step: Step,
+        block_ids: BlockIds = (),
+        encoder_inputs: tuple[EncoderInput, ...] = (),
+    ) -> None:
+        start = request.num_scheduled_tokens
+        is_sampled = end == request.num_tokens + request.num_due_tokens
+        step.num_tokens += end - start
         step.scheduled[request.request_id] = ScheduledRequest(
             request_id=request.request_id,
-            num_computed_tokens=plan.start,
-            num_new_tokens=plan.end - plan.start,
+            run=request.run,
+            num_computed_tokens=start,
+            num_new_tokens=end - start,
             new_block_ids=block_ids,
-            is_sampled=plan.end == request.num_tokens,
+            is_sampled=is_sampled,
             encoder_inputs=encoder_inputs,
         )
+        request.num_scheduled_tokens = end
+        request.num_due_tokens += is_sampled
 
     def _commit_encoder_inputs(
         self, request: Request, plan: WindowPlan, step: Step
@@ -341,18 +341,25 @@ class Scheduler:
         for scheduled in output.scheduled:
             if scheduled.encoder_inputs:
                 self._note_encoded(scheduled, result)
-        outputs = self._fail_requests(output, result)
+        outputs: list[EngineCoreOutput] = []
+        if result.failed_encodes or result.failed_requests:
+            outputs = self._fail_requests(output, result)
+        now = self._clock()
         for scheduled in output.scheduled:
             request = self._get_scheduled(scheduled)
             if request is None:
                 continue
             is_late = scheduled.request_id in result.late_request_ids
-            self._advance(request, scheduled, is_late=is_late)
-            prompt_logprobs = request.take_unscored(
-                result.prompt_logprobs.get(request.request_id, ()), scheduled.num_computed_tokens
-            )
+            if request.status is RequestStatus.RUNNING:
+                self._advance(request, scheduled, is_late=is_late)
+            prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+            if request.num_scored_tokens is not None:
+                prompt_logprobs = request.take_unscored(
+                    result.prompt_logprobs.get(request.request_id, ()),
+                    scheduled.num_computed_tokens,
+                )
             if scheduled.is_sampled and not is_late:
-                outputs.append(self._take_token(request, result, prompt_logprobs))
+                outputs.append(self._take_token(request, result, prompt_logprobs, now))
             elif prompt_logprobs:
                 request_id = request.request_id
                 outputs.append(
@@ -364,26 +371,33 @@ class Scheduler:
         """End all requests of a step that failed in the worker, and return their last outputs.
 
         It is unknown how far the worker came. So the next plan lists again what to drop, and also
-        the encoder outputs that this step was to compute.
+        the encoder outputs that this step was to compute. The step after this one may be planned
+        already: what it uses is not listed.
         """
-        self._stopped[:0] = output.stopped_request_ids
-        self.encoder_cache.add_freed_keys(output.freed_encoder_keys)
-        outputs = []
-        for scheduled in output.scheduled:
-            request = self._get_scheduled(scheduled)
-            if request is not None:
-                outputs.append(self._finish(request, FailedRequestError(reason)))
+        failed = [self._get_scheduled(scheduled) for scheduled in output.scheduled]
+        dropped = [*output.freed_encoder_keys]
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
-                self.encoder_cache.discard(encoder_input.key)
-                self.encoder_cache.add_freed_keys((encoder_input.key,))
+                dropped.append(encoder_input.key)
+                sharing = sorted(self.encoder_cache.discard(encoder_input.key))
+                failed += [self.requests[request_id] for request_id in sharing]
+        outputs = [
+            self._finish(request, FailedRequestError(reason))
+            for request in dict.fromkeys(failed)
+            if request is not None and request.status is RequestStatus.RUNNING
+        ]
+        self.encoder_cache.add_freed_keys(key for key in dropped if key not in self.encoder_cache)
+        running = {request.request_id for request in self.running}
+        self._stopped[:0] = [name for name in output.stopped_request_ids if name not in running]
         return outputs
 
     def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
-        """Return the request of an entry in a plan, or `None` if it does not run any more."""
+        """Return the request of an entry in a plan, or `None` if it has ended or begun anew.
+
+        If the request was preempted after the plan was made, it is returned.
+        """
         request = self.requests.get(scheduled.request_id)
-        is_running = request is not None and request.status is RequestStatus.RUNNING
-        return request if is_running else None
+        return request if request is not None and request.run == scheduled.run else None
 
     def _note_encoded(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> None:
         for encoder_input in scheduled.encoder_inputs:
@@ -421,14 +435,17 @@ class Scheduler:
         """
         start = scheduled.num_computed_tokens
         end = start + scheduled.num_new_tokens
+        request.num_due_tokens -= scheduled.is_sampled
         if is_late:
             span = request.get_split_span(end - 1)
             end = max(start, end - 1 if span is None else span[0])
+            request.num_scheduled_tokens = end
         request.num_computed_tokens = end
-        self.kv_cache.commit(request)
+        if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
+            self.kv_cache.commit(request)
         if self.limits.is_encoder_decoder:  # its first step has stored all it needs of its items
             self.encoder_cache.free(request)
-        else:
+        elif start < request.num_prompt_tokens:
             self.encoder_cache.free_passed_items(request, start)
 
     def _take_token(
@@ -436,52 +453,36 @@ class Scheduler:
         request: Request,
         result: ModelRunnerOutput,
         prompt_logprobs: tuple[TokenLogprobs, ...],
+        now: float,
     ) -> EngineCoreOutput:
         """Append the sampled token, end the request if it is complete, and return the output."""
         token_id = result.sampled_token_ids[request.request_id]
         logprobs = result.logprobs.get(request.request_id)
-        was_long = request.is_long
-        request.append_token(token_id)
+        has_become_long = request.append_token(token_id)
         self.counters.add_token(request)
         if request.first_token is None:
-            request.first_token = self._clock()
-        stop = request.get_stop(
-            max_model_len=self.limits.max_model_len,
-            is_complete=request.request_id in result.completed_request_ids,
-        )
+            request.first_token = now
+        is_complete = request.request_id in result.completed_request_ids
+        stop = request.get_stop(max_model_len=self.limits.max_model_len, is_complete=is_complete)
         reason, stop_token_id = stop or (None, None)
-        if reason is not None:
+        if reason:
             self._end(request, reason)
-        elif request.is_long and not was_long:
+        elif has_become_long and request.status is RequestStatus.RUNNING:
             self._set_back(request)
-        # A stop string, which the frontend looks for, may make any output the last one.
-        may_be_last = reason is not None or bool(request.sampling_params.stop)
-        return EngineCoreOutput(
-            request_id=request.request_id,
+        return request.make_output(
+            reason,
+            now,
+            stop_token_id=stop_token_id,
             new_token_ids=(token_id,),
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
-            finish_reason=reason,
-            stop_token_id=stop_token_id,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_encoder_hits=len(request.encoder_hits),
-            encoder_hits=tuple(sorted(request.encoder_hits)) if may_be_last else (),
-            times=request.make_times(self._clock()) if may_be_last else None,
         )
 
     def _finish(self, request: Request, error: RequestError | None = None) -> EngineCoreOutput:
         """End a request with `error`, or as aborted if that is `None`; return its last output."""
         reason = FinishReason.ABORT if error is None else FinishReason.ERROR
         self._end(request, reason)
-        return EngineCoreOutput(
-            request_id=request.request_id,
-            finish_reason=reason,
-            error=None if error is None else make_record(error),
-            num_cached_tokens=request.num_cached_tokens or 0,
-            num_encoder_hits=len(request.encoder_hits),
-            encoder_hits=tuple(sorted(request.encoder_hits)),
-            times=request.make_times(self._clock()),
-        )
+        return request.make_output(reason, self._clock(), error=error)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)

@@ -49,6 +49,8 @@ class Step:
     # Nothing is encoded in this step, because an earlier one encoded more than its budget.
     is_encoder_resting: bool = False
     is_short_of_blocks: bool = False
+    # A running request has no place in this step, because its last token is not known yet.
+    has_waiting: bool = False
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     started: list[StartedRequest] = field(default_factory=list)
     # The first request with an unsplittable span that did not fit, and the tokens that it needs.
@@ -96,7 +98,8 @@ class WindowPlanner:
 
         The plan is empty, with the reason in `shortage`, if none of them fit.
         """
-        end = min(request.num_tokens, start + step.num_tokens_left)
+        num_tokens = request.num_tokens + request.num_due_tokens
+        end = min(num_tokens, start + step.num_tokens_left)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
         end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)
@@ -196,7 +199,7 @@ class _EncoderRoom:
         if key in self._encoded:
             self.duplicates.append(mm_index)
             return True
-        is_held = self._cache.is_computed(key) or self._cache.is_reserved(key)
+        is_held = key in self._cache
         num_reclaimed = self._get_num_reclaimed(key, num_embeds, is_held=is_held)
         self.shortage = self._get_shortage(num_reclaimed, 0 if is_held else num_embeds)
         if self.shortage is not Shortage.NONE:

@@ -180,9 +180,10 @@ def describe_media(options: ServeOptions) -> Rows:
         pool = "1 process" if num_processes == 1 else f"{num_processes} processes"
     if options.api_server_count > 1:
         pool += " each"
+    reason = options.frontends_reason
     return (
         ("processor cache", _describe_cache(options)),
-        ("frontends", str(options.api_server_count)),
+        ("frontends", f"{options.api_server_count}{reason and f' ({reason})'}"),
         ("media processing", pool),
     )
 

@@ -37,6 +37,7 @@ class ServeOptions:
     engine: EngineOptions = field(default_factory=EngineOptions)
     media: MediaOptions = field(default_factory=MediaOptions)
     is_render_only: bool = False  # there is no core, and no weights are loaded
+    frontends_reason: str = ""  # why there are so many frontends, if the user has not said
 
     host: str = _option(
         "127.0.0.1",
@@ -46,6 +47,7 @@ class ServeOptions:
     port: int = _option(8000, least=0, most=65_535, help="The port. 0 means any free one.")
     api_server_count: int = _option(
         1,
+        default_text="1; with a GPU one for every 4 cores, at most 4, if memory can be shared",
         least=1,
         most=_MAX_FRONTENDS,
         metavar="N",

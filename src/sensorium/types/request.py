@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypedDict
 
+import msgspec
+
 from sensorium.types.errors import ErrorRecord
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from sensorium.types.sampling import NO_BANS, SamplingParams, TokenBans
@@ -126,8 +128,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCoreOutput:
+class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The results of a step for one request; an output with a `finish_reason` is its last one."""
 
     request_id: str

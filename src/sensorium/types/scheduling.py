@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest, TokenLogprobs
 
@@ -25,8 +27,7 @@ class EncoderInput:
     key: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The work for one request in a step.
 
     The worker computes `num_new_tokens` tokens of the request, beginning with the token at index
@@ -36,11 +37,13 @@ class ScheduledRequest:
     request_id: str
     num_computed_tokens: int
     num_new_tokens: int
-    # The worker appends them to the request's block tables, or replaces the tables with them if the
-    # request is started in this step.
+    # The worker appends them to the request's block tables, which are empty if the request is
+    # started in this step. An empty tuple means no new blocks in any group of layers.
     new_block_ids: BlockIds
     is_sampled: bool  # the step computes the last token, so that the next one is chosen
     encoder_inputs: tuple[EncoderInput, ...] = ()
+    # The number of the request's run, by which the scheduler tells results of an earlier run.
+    run: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

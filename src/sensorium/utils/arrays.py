@@ -1,4 +1,4 @@
-"""Arrays that grow, and copies of tensors to a device."""
+"""Arrays that grow, and copies of tensors to a device and back."""
 
 from __future__ import annotations
 
@@ -20,6 +20,13 @@ class GrowingArray:
 
     def __len__(self) -> int:
         return self._length
+
+    def append(self, value: int) -> None:
+        if self._length < len(self._buffer):
+            self._buffer[self._length] = value
+            self._length += 1
+        else:
+            self.extend((value,))
 
     def extend(self, values: Sequence[int]) -> None:
         end = self._length + len(values)
@@ -45,6 +52,33 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """Copies of tensors that are on their way from the device to the host.
+
+    The copies begin at once, and the host does not wait for them before `read`. So it can begin
+    more work on the device meanwhile, and later waits for the copies but not for that work.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._copies: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.device.type == "cuda":
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._copies[name] = copy.copy_(tensor, non_blocking=True)
+                self._event = self._event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+            else:
+                self._copies[name] = tensor.clone()  # later work may overwrite the tensor
+        if self._event is not None:
+            self._event.record()
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Wait until the tensors have arrived, and return them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._copies
 
 
 class StagingBuffer:

@@ -79,6 +79,8 @@ class _Entry:
         self.is_ready = False
         self.is_late = False  # the last step ran without its mask
         self.jobs: Sequence[Future[None]] = ()  # one of them makes the entry ready
+        # The run of the request that chooses tokens by it. A result of an earlier run is ignored.
+        self.state: RequestState | None = None
 
 
 class GrammarMasks:
@@ -117,6 +119,8 @@ class GrammarMasks:
         entry = self._entries.get(request.request_id)
         if entry is None or entry.num_consumed != len(output_token_ids):
             self.add(request, output_token_ids)
+        else:
+            entry.state = None
 
     def forget(self, request_id: str) -> None:
         self._entries.pop(request_id, None)
@@ -143,7 +147,8 @@ class GrammarMasks:
         if pending:
             wait(pending, timeout=MAX_WAIT_S)
         masks, late, failures = {}, [], {}
-        for entry in entries:
+        for entry, state in entries.items():
+            entry.state = state
             request_id = entry.request.request_id
             entry.is_late = not entry.is_ready
             if entry.is_late:
@@ -157,14 +162,15 @@ class GrammarMasks:
     def consume(self, tokens: Iterable[tuple[RequestState, int]]) -> Progress:
         """Advance the matchers by the chosen tokens, and begin to fill the next masks in threads.
 
-        `tokens` has a request and its new token id in each pair. Requests without a grammar are
-        ignored. Returns the requests that are complete now, and those that fail.
+        `tokens` has a request and its new token id in each pair. Requests without a grammar, and
+        those that have ended or were started anew, are ignored. Returns the requests that are
+        complete now, and those that fail.
         """
         completed, failures, going_on = [], {}, []
         for state, token_id in tokens:
-            if state.params.structured_outputs is None:
+            entry = self._entries.get(state.request.request_id)
+            if entry is None or entry.state is not state:
                 continue
-            entry = self._entries[state.request.request_id]
             matcher = _get_matcher(entry)
             matcher.consume((token_id,))
             entry.num_consumed += 1
@@ -177,11 +183,11 @@ class GrammarMasks:
         self._begin(going_on)
         return Progress(completed_ids=frozenset(completed), failures=failures)
 
-    def _find(self, states: Sequence[RequestState]) -> list[_Entry]:
+    def _find(self, states: Sequence[RequestState]) -> dict[_Entry, RequestState]:
         if not self._entries:
-            return []
-        found = (self._entries.get(state.request.request_id) for state in states)
-        return [entry for entry in found if entry is not None]
+            return {}
+        found = ((self._entries.get(state.request.request_id), state) for state in states)
+        return {entry: state for entry, state in found if entry is not None}
 
     def _begin(self, entries: Sequence[_Entry]) -> None:
         """Start threads that fill the next masks of these requests.

@@ -5,7 +5,7 @@ A step is a flat batch of tokens, and the requests that compute one token come f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in
 from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest
 from sensorium.utils.arrays import IntArray, StagingBuffer
 from sensorium.worker.encoder_runner import EncoderCache
-from sensorium.worker.request_states import RequestState
+from sensorium.worker.request_states import RequestState, RequestTable
 
 Row = tuple[ScheduledRequest, RequestState]
 
@@ -57,42 +57,35 @@ class InputBatch:
     bidirectional_modalities: frozenset[str]
     has_causal_full_layers: bool = False
     has_long_factors: bool = False
+    has_mrope: bool = False
     encoder_cache: EncoderCache
+    table: RequestTable
     staging: StagingBuffer
 
-    def prepare(self, rows: Sequence[Row]) -> StepInputs:
-        ordered = tuple(sorted(rows, key=lambda row: row[0].num_new_tokens > 1))
+    def prepare(self, rows: Sequence[Row], unread: torch.Tensor | None = None) -> StepInputs:
+        """Return the inputs of a step. `unread` are the tokens that the step before has chosen."""
+        ordered = tuple(sorted(rows, key=_get_place))
         query_lens = tuple(scheduled.num_new_tokens for scheduled, _ in ordered)
         seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
         starts = np.concatenate([[0], np.cumsum(query_lens)])
         mm_index, mm_embeds = self._gather_mm_embeds(ordered, starts)
-        arrays: dict[str, npt.NDArray[np.generic]] = {
-            "input_ids": _flat(
-                state.token_ids.values[s.num_computed_tokens : _end(s)] for s, state in ordered
-            ),
-            "positions": _flat(
-                state.get_positions(s.num_computed_tokens, _end(s)) for s, state in ordered
-            ),
-            "logits_index": np.array(
-                [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.is_sampled],
-                dtype=np.int64,
-            ),
-            "mm_index": mm_index,
-        }
+        arrays = self._make_token_arrays(ordered) | {"mm_index": mm_index}
+        arrays["logits_index"] = np.array(
+            [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.is_sampled], dtype=np.int64
+        )
         if self.has_long_factors:
-            is_long = np.array([state.is_long for _, state in ordered], dtype=np.int64)
-            arrays["is_long"] = np.repeat(is_long, query_lens)
+            at = [state.row for _, state in ordered]
+            arrays["is_long"] = np.repeat(self.table.is_long[at], query_lens)
         until = self._make_attend_until(ordered, starts)
         if until is not None:
             arrays["attend_until"] = until
-        for index in range(len(self.groups)):
-            arrays[f"slots{index}"] = _flat(
-                state.get_slots(index, s.num_computed_tokens, _end(s), self.block_size)
-                for s, state in ordered
-            )
+        num_blocks = -(-max(seq_lens) // self.block_size)
+        for index, block_ids in enumerate(self.table.block_ids):
             arrays[f"partial{index}"] = get_partial_blocks(ordered, index, self.block_size)
-            arrays[f"tables{index}"] = get_block_tables(ordered, index)
+            arrays[f"tables{index}"] = block_ids[[state.row for _, state in ordered], :num_blocks]
+        arrays |= get_unread_places(ordered, (starts[1:] - 1).tolist())
         tensors = self.staging.upload(arrays)
+        pass_tokens(unread, tensors)
         return StepInputs(
             rows=ordered,
             input_ids=tensors["input_ids"],
@@ -119,6 +112,28 @@ class InputBatch:
             partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self.groups))),
         )
 
+    def _make_token_arrays(self, rows: Sequence[Row]) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the arrays with an entry for each token of a step. The rows that decode are first.
+
+        Those rows are computed together, and the others one by one.
+        """
+        num_decoding = sum(map(is_decoding, rows))
+        decoded = get_decode_columns(rows[:num_decoding], self.table, self.block_size)
+        windows = [(state, s.num_computed_tokens, _end(s)) for s, state in rows[num_decoding:]]
+        token_ids = [state.get_token_ids(start, end) for state, start, end in windows]
+        positions = [state.get_positions(start, end) for state, start, end in windows]
+        first = decoded.positions if self.has_mrope else decoded.index
+        arrays: dict[str, npt.NDArray[np.generic]] = {
+            "input_ids": np.concatenate([decoded.input_ids, *token_ids]),
+            "positions": np.concatenate([first, *positions], axis=-1),
+        }
+        for index, slots in enumerate(decoded.slots):
+            others = [
+                state.get_slots(index, start, end, self.block_size) for state, start, end in windows
+            ]
+            arrays[f"slots{index}"] = np.concatenate([slots, *others])
+        return arrays
+
     def _gather_mm_embeds(
         self, rows: Sequence[Row], starts: IntArray
     ) -> tuple[IntArray, list[torch.Tensor]]:
@@ -126,6 +141,8 @@ class InputBatch:
         embeds: list[torch.Tensor] = []
         for (scheduled, state), start in zip(rows, starts, strict=False):
             first = scheduled.num_computed_tokens
+            if first >= state.num_prompt_tokens:
+                continue
             for part in get_gather_slices(state.request.mm_features, first, _end(scheduled)):
                 embeds.append(
                     self.encoder_cache[state.get_encoder_key(part.mm_index)][part.start : part.end]
@@ -142,7 +159,7 @@ class InputBatch:
         """
         if not self.bidirectional_modalities:
             return None
-        until = _flat(np.arange(s.num_computed_tokens, _end(s)) + 1 for s, _ in rows)
+        until = np.concatenate([np.arange(s.num_computed_tokens, _end(s)) + 1 for s, _ in rows])
         has_span = False
         for (scheduled, state), start in zip(rows, starts, strict=False):
             first = scheduled.num_computed_tokens
@@ -157,6 +174,44 @@ class InputBatch:
                     if a < b:
                         until[start + a - first : start + b - first] = span_end
         return until if has_span else None
+
+
+def is_decoding(row: Row) -> bool:
+    """Return whether a request of a step only decodes one token.
+
+    That is the case if the step computes one token of its output and samples the next.
+    """
+    scheduled, state = row
+    return (
+        scheduled.num_new_tokens == 1
+        and scheduled.is_sampled
+        and scheduled.num_computed_tokens >= state.num_prompt_tokens
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeColumns:
+    """Inputs of the requests of a step that decode one token each, as arrays over the requests."""
+
+    rows: IntArray  # of the requests in the `RequestTable`
+    input_ids: IntArray  # any number in place of a token that the host has not read yet
+    index: IntArray  # that of the token among the request's tokens
+    positions: IntArray  # [3, requests], with M-RoPE
+    slots: tuple[IntArray, ...]  # for each group of layers
+
+
+def get_decode_columns(rows: Sequence[Row], table: RequestTable, block_size: int) -> DecodeColumns:
+    """Return the inputs of requests that all decode, computed for all of them together."""
+    index = np.array([scheduled.num_computed_tokens for scheduled, _ in rows], dtype=np.int64)
+    at = np.array([state.row for _, state in rows], dtype=np.int64)
+    blocks, offsets = np.divmod(index, block_size)
+    return DecodeColumns(
+        rows=at,
+        input_ids=np.array([state.last_token_id for _, state in rows], dtype=np.int64),
+        index=index,
+        positions=index + table.offsets[:, at],
+        slots=tuple(ids[at, blocks] * block_size + offsets for ids in table.block_ids),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +251,36 @@ def get_gather_slices(
     return slices
 
 
+def get_unread_places(rows: Sequence[Row], places: Sequence[int]) -> dict[str, IntArray]:
+    """Return which input tokens of a step the host has not read yet, and where they are.
+
+    `places` has the index of the last token of each row among the tokens of the step. `unread_at`
+    are those indices for which the token is in row `unread_rows` of the tokens of the last step.
+    """
+    unread = [
+        (place, state.unread_row)
+        for place, (scheduled, state) in zip(places, rows, strict=True)
+        if state.num_unread_tokens and not state.has_read(_end(scheduled) - 1)
+    ]
+    at, from_rows = zip(*unread, strict=True) if unread else ((), ())
+    return {
+        "unread_at": np.array(at, dtype=np.int64),
+        "unread_rows": np.array(from_rows, dtype=np.int64),
+    }
+
+
+def pass_tokens(unread: torch.Tensor | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy the tokens that the last step has chosen to `input_ids`, on the device.
+
+    `tensors` also has the places of `get_unread_places`. A number below 0, which stands for a
+    failure, becomes token 0: the result of such a row is dropped.
+    """
+    at = tensors["unread_at"]
+    if unread is not None and len(at):
+        token_ids = unread.index_select(0, tensors["unread_rows"]).clamp_min_(0)
+        tensors["input_ids"].index_copy_(0, at, token_ids)
+
+
 def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -> IntArray:
     """Return the ids of the new KV cache blocks that a step fills only in part.
 
@@ -205,26 +290,15 @@ def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -
     block_ids = [
         entry.new_block_ids[group_index][-1]
         for entry, _ in rows
-        if entry.new_block_ids[group_index] and _end(entry) % block_size
+        if entry.new_block_ids and entry.new_block_ids[group_index] and _end(entry) % block_size
     ]
     return np.array(block_ids, dtype=np.int64)
 
 
+def _get_place(row: Row) -> int:
+    """Return the place of a row in the order of a step: first those of one token that decode."""
+    return 0 if is_decoding(row) else 1 + (row[0].num_new_tokens > 1)
+
+
 def _end(scheduled: ScheduledRequest) -> int:
     return scheduled.num_computed_tokens + scheduled.num_new_tokens
-
-
-def _flat(parts: object) -> IntArray:
-    return np.concatenate(list(parts), axis=-1)  # type: ignore[call-overload]
-
-
-def get_block_tables(rows: Sequence[Row], group_index: int) -> IntArray:
-    """Return the block tables [requests, blocks] of one group of layers, padded with zeros.
-
-    A block table has the ids of the KV cache blocks of a request, in the order of its tokens.
-    """
-    tables = [state.block_ids[group_index].values for _, state in rows]
-    padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int64)
-    for row, table in enumerate(tables):
-        padded[row, : len(table)] = table
-    return padded

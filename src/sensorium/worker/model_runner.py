@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from sensorium.layers.attention.torch_backend import use_ready_kernels
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.types.request import EngineCoreRequest, TokenLogprobs
+from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import (
     KVCacheGroup,
     ModelRunnerOutput,
@@ -29,7 +29,7 @@ from sensorium.types.scheduling import (
 )
 from sensorium.utils.arrays import StagingBuffer, to_device
 from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
-from sensorium.worker.grammar_masks import GrammarMasks
+from sensorium.worker.grammar_masks import GrammarMasks, StepMasks
 from sensorium.worker.graphs.building import NO_GRAPHS, Graphs
 from sensorium.worker.input_batch import (
     InputBatch,
@@ -39,11 +39,30 @@ from sensorium.worker.input_batch import (
     get_partial_blocks,
 )
 from sensorium.worker.kv_cache import KVCache
-from sensorium.worker.prompt_scorer import PromptScorer
-from sensorium.worker.request_states import PromptPositions, RequestState
-from sensorium.worker.sampling.sampler import Sampler
+from sensorium.worker.prompt_scorer import NO_SCORES, PromptScorer, PromptScores
+from sensorium.worker.request_states import PromptPositions, RequestState, RequestTable
+from sensorium.worker.sampling.sampler import Sampler, Sampling
 
-_NOTHING = ModelRunnerOutput(sampled_token_ids={}, logprobs={}, failed_encodes={})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """The tokens that a step chooses, which may not be computed yet."""
+
+    states: Sequence[RequestState]
+    sampling: Sampling  # a row for each state
+    masks: StepMasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    """A step that the device computes. `ModelRunner.finish` waits for its results."""
+
+    failed_encodes: Mapping[str, str]
+    failed_requests: Mapping[str, RequestError]  # those that were left out
+    encode_s: float
+    mode: StepMode | None = None
+    scores: PromptScores = NO_SCORES
+    choice: _Choice | None = None
 
 
 class ModelRunner:
@@ -70,12 +89,16 @@ class ModelRunner:
         self._adapter = adapter
         self._kv_cache = kv_cache
         self._num_groups = len(groups)
+        self._table = RequestTable(len(groups))
         self._block_size = block_size
         self._graphs = graphs
         self._attention = attention
         self._payloads = payloads
         self._states: dict[str, RequestState] = {}
         self._mrope: dict[str, PromptPositions] = {}  # by request id
+        self._failed_before: Mapping[str, str] = {}  # the failed encoder keys of the last step
+        # The tokens that the last step with any has chosen. The host may not have read them yet.
+        self._unread: torch.Tensor | None = None
         self._encoder_runner = EncoderRunner(adapter, self.encoder_cache)
         self._input_batch = InputBatch(
             groups=groups,
@@ -83,6 +106,8 @@ class ModelRunner:
             bidirectional_modalities=adapter.bidirectional_modalities,
             has_causal_full_layers=adapter.has_causal_full_layers,
             has_long_factors=adapter.long_after is not None,
+            has_mrope=adapter.has_mrope,
+            table=self._table,
             encoder_cache=self.encoder_cache,
             staging=StagingBuffer(device=adapter.device),
         )
@@ -158,7 +183,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     @use_ready_kernels()
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Begin to compute a step as it is planned.
+
+        On a GPU the host waits only for encoders. So it can plan and launch the next step before
+        it calls `finish` for this one. Tokens that are not read yet are passed from one step to the
+        next on the device. Steps must be finished in the order in which they were launched.
+        """
         self._apply_changes(output)
         failed, encode_s = self._encode(output.scheduled)
         left_out = self._get_left_out(output.scheduled, failed)
@@ -167,31 +198,42 @@ class ModelRunner:
             for entry in output.scheduled
             if entry.request_id not in left_out
         ]
-        result = self._run(rows) if rows else _NOTHING
-        return replace(
-            result,
-            failed_encodes=failed,
-            failed_requests=left_out | {**result.failed_requests},
-            encode_s=encode_s,
+        step = LaunchedStep(failed_encodes=failed, failed_requests=left_out, encode_s=encode_s)
+        return self._run(rows, step) if rows else step
+
+    def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+        """Wait until the device has computed a step, and return the results."""
+        output = ModelRunnerOutput(
+            sampled_token_ids={},
+            logprobs={},
+            failed_encodes=step.failed_encodes,
+            failed_requests=step.failed_requests,
+            prompt_logprobs=step.scores.read(),
+            encode_s=step.encode_s,
+            mode=step.mode,
         )
+        return output if step.choice is None else self._take_choice(step.choice, output)
 
     def _apply_changes(self, output: SchedulerOutput) -> None:
         for key in output.freed_encoder_keys:
             self.encoder_cache.drop(key)
         for request_id in output.stopped_request_ids:
-            self._states.pop(request_id, None)
+            state = self._states.pop(request_id, None)
+            if state is not None:
+                state.release()
         for started in output.started:
             request = started.request
             self._states[request.request_id] = RequestState(
                 request,
                 started.output_token_ids,
-                num_groups=self._num_groups,
+                table=self._table,
                 mrope=self._mrope.get(request.request_id),
                 is_long=started.is_long,
             )
             self._grammars.start(request, started.output_token_ids)
         for scheduled in output.scheduled:
-            self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
+            if scheduled.new_block_ids:
+                self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
 
     def _encode(self, scheduled: Sequence[ScheduledRequest]) -> tuple[dict[str, str], float]:
         """Encode the media items that are scheduled in a step.
@@ -210,6 +252,8 @@ class ModelRunner:
     def _get_encoder_jobs(self, scheduled: Sequence[ScheduledRequest]) -> list[EncoderJob]:
         jobs = []
         for entry in scheduled:
+            if not entry.encoder_inputs:
+                continue
             features = self._states[entry.request_id].request.mm_features
             for encoder_input in entry.encoder_inputs:
                 feature = features[encoder_input.mm_index]
@@ -222,22 +266,34 @@ class ModelRunner:
     ) -> dict[str, RequestError]:
         """Return the requests that can't run in this step, and the error of each by request id.
 
-        They need media embeddings in this step that could not be computed, or that are more or
-        fewer than their placeholder tokens. `failed` maps encoder keys to reasons.
+        They need media embeddings that could not be computed, in this step or in the one before,
+        or that are more or fewer than their placeholder tokens. `failed` maps encoder keys to
+        reasons.
         """
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
             state = self._states[entry.request_id]
-            start = entry.num_computed_tokens
-            window = get_gather_slices(
-                state.request.mm_features, start, start + entry.num_new_tokens
-            )
-            for part in window:
-                reason = failed.get(state.get_encoder_key(part.mm_index))
-                reason = reason or self._find_misfit(state, part.mm_index)
-                if reason is not None:
-                    left_out[entry.request_id] = RequestError(reason)
+            if entry.num_computed_tokens < state.num_prompt_tokens:
+                reason = self._find_missing(entry, state, failed)
+                state.failure = state.failure or (RequestError(reason) if reason else None)
+            if state.failure is not None:
+                left_out[entry.request_id] = state.failure
+        self._failed_before = failed
         return left_out
+
+    def _find_missing(
+        self, entry: ScheduledRequest, state: RequestState, failed: Mapping[str, str]
+    ) -> str | None:
+        """Return why a request lacks media embeddings that it needs in this step, or `None`."""
+        start = entry.num_computed_tokens
+        features = state.request.mm_features
+        for part in get_gather_slices(features, start, start + entry.num_new_tokens):
+            key = state.get_encoder_key(part.mm_index)
+            reason = failed.get(key) or self._failed_before.get(key)
+            reason = reason or self._find_misfit(state, part.mm_index)
+            if reason is not None:
+                return reason
+        return None
 
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
         """Return why cached embeddings do not fit a media item, or `None` if they fit.
@@ -256,7 +312,7 @@ class ModelRunner:
             f"has room for {num_embeds}: a hash must always stand for the same media item"
         )
 
-    def _run(self, rows: Sequence[Row]) -> ModelRunnerOutput:
+    def _run(self, rows: Sequence[Row], step: LaunchedStep) -> LaunchedStep:
         """Compute a step for the scheduled requests, with a CUDA graph if one fits.
 
         A next token is chosen for each request that has all its tokens computed after the step.
@@ -264,60 +320,68 @@ class ModelRunner:
         graphs = self._graphs.decoding
         size = None if graphs is None else graphs.find_size(rows)
         if graphs is None or size is None:
-            return self._run_batch(self._input_batch.prepare(rows))
+            return self._run_batch(self._input_batch.prepare(rows, self._unread), step)
         self._clear_blocks(
             torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
             for index in range(self._num_groups)
         )
-        result = graphs.replay(rows, size)
-        states = [state for _, state in rows]
-        output = self._choose(states, result.logits, {}, likeliest=result.likeliest)
-        return replace(output, mode=StepMode.DECODE_GRAPH)
+        result = graphs.replay(rows, size, self._table, self._unread)
+        choice = self._choose([state for _, state in rows], result.logits, result.likeliest)
+        return replace(step, mode=StepMode.DECODE_GRAPH, choice=choice)
 
-    def _run_batch(self, inputs: StepInputs) -> ModelRunnerOutput:
+    def _run_batch(self, inputs: StepInputs, step: LaunchedStep) -> LaunchedStep:
         hidden, mode = self._forward(inputs)
-        prompt_logprobs = self._prompt_scorer.score(hidden, inputs.rows)
+        scores = self._prompt_scorer.score(hidden, inputs.rows)
         if not inputs.sampled:
-            return replace(_NOTHING, prompt_logprobs=prompt_logprobs, mode=mode)
+            return replace(step, scores=scores, mode=mode)
         logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
-        return replace(self._choose(inputs.sampled, logits, prompt_logprobs), mode=mode)
+        return replace(step, scores=scores, mode=mode, choice=self._choose(inputs.sampled, logits))
 
     def _choose(
         self,
         states: Sequence[RequestState],
         logits: torch.Tensor,  # a row for each state
-        prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]],
-        *,
         likeliest: torch.Tensor | None = None,
-    ) -> ModelRunnerOutput:
-        """Choose the next token of each request, and append it to the request's state.
+    ) -> _Choice:
+        """Begin to choose the next token of each request.
 
-        `prompt_logprobs` are put into the result. `likeliest` is the result of `mark_likeliest` for
-        these logits, if a graph has computed it. A request gets no token if the mask of its grammar
-        is late.
+        `likeliest` is the result of `mark_likeliest` for these logits, if a graph has computed it.
+        A request gets no token if the mask of its grammar is late.
         """
         masks = self._grammars.take(states)
         rows = [
             state.get_sampling_row(masks.masks.get(state.request.request_id)) for state in states
         ]
-        sampled = self._sampler.sample(logits, rows, likeliest)
-        chosen = [
-            (state, token_id)
-            for state, token_id in zip(states, sampled.token_ids, strict=True)
-            if token_id is not None and not masks.is_without(state.request.request_id)
-        ]
-        for state, token_id in chosen:
-            state.append_token(token_id)
-        progress = self._grammars.consume(chosen)
+        sampling = self._sampler.sample(logits, rows, likeliest)
+        self._unread = sampling.token_ids
+        for row, state in enumerate(states):
+            state.note_unread(row)
+        return _Choice(states=states, sampling=sampling, masks=masks)
+
+    def _take_choice(self, choice: _Choice, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Append the chosen tokens to the states of their requests, and add them to an output."""
+        states, masks = choice.states, choice.masks
+        sampled = choice.sampling.read()
+        chosen = {}
+        for state, token_id in zip(states, sampled.token_ids, strict=True):
+            state.num_unread_tokens -= 1
+            if token_id is not None and not masks.is_without(state.request.request_id):
+                state.append_token(token_id)
+                chosen[state] = token_id
+        progress = self._grammars.consume(chosen.items())
         names = [state.request.request_id for state in states]
         failures = {names[row]: RequestError(reason) for row, reason in sampled.failures.items()}
-        logprobs = zip(names, sampled.logprobs, strict=True)
-        return ModelRunnerOutput(
-            sampled_token_ids={state.request.request_id: token_id for state, token_id in chosen},
+        logprobs = zip(names, sampled.logprobs, strict=False)
+        return replace(
+            output,
+            sampled_token_ids={state.request.request_id: chosen[state] for state in chosen},
             logprobs={name: entry for name, entry in logprobs if entry is not None},
-            failed_encodes={},
-            failed_requests={**failures, **masks.failures, **progress.failures},
-            prompt_logprobs=prompt_logprobs,
+            failed_requests={
+                **output.failed_requests,
+                **failures,
+                **masks.failures,
+                **progress.failures,
+            },
             late_request_ids=masks.late_ids - failures.keys(),
             completed_request_ids=progress.completed_ids,
         )

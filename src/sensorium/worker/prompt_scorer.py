@@ -6,18 +6,44 @@ positions at a time, because those of a whole prompt may take more memory than t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.request import TokenLogprobs
-from sensorium.utils.arrays import IntArray, StagingBuffer
+from sensorium.utils.arrays import Download, IntArray, StagingBuffer
 from sensorium.worker.input_batch import Row
 from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
 
 MAX_ROWS = 128  # the number of positions that have logits in memory at the same time
+
+
+class PromptScores:
+    """The log-probabilities of prompt tokens that one step computes, until the host reads them.
+
+    `spans` has a request id, a number of positions and a number of top tokens in each entry.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], spans: Sequence[tuple[str, int, int]]
+    ) -> None:
+        self._download = Download(tensors)
+        self._spans = spans
+
+    def read(self) -> dict[str, tuple[TokenLogprobs, ...]]:
+        """Return one entry for each position, by request id."""
+        if not self._spans:
+            return {}
+        counts = [count for _, length, count in self._spans for _ in range(length)]
+        entries = iter(to_entries(self._download.read(), counts))
+        return {
+            name: tuple(next(entries) for _ in range(length)) for name, length, _ in self._spans
+        }
+
+
+NO_SCORES = PromptScores({}, ())
 
 
 class PromptScorer:
@@ -27,20 +53,17 @@ class PromptScorer:
         self._adapter = adapter
         self._staging = StagingBuffer(device=adapter.device, num_words=1 << 10)
 
-    def score(
-        self, hidden: torch.Tensor, rows: Sequence[Row]
-    ) -> dict[str, tuple[TokenLogprobs, ...]]:
-        """Return the log-probabilities of the prompt tokens that this step predicts, by request id.
+    def score(self, hidden: torch.Tensor, rows: Sequence[Row]) -> PromptScores:
+        """Return the log-probabilities of the prompt tokens that this step predicts.
 
         `hidden` [N, width] has the hidden states of the step's tokens, in the order of `rows`. The
         result has one entry for each token of the step that another prompt token follows. Requests
         that do not want log-probabilities of their prompt are left out.
         """
         if all(state.params.prompt_logprobs is None for _, state in rows):
-            return {}
+            return NO_SCORES
         index: list[IntArray] = []
         targets: list[IntArray] = []
-        # Request id, number of positions, number of top tokens.
         spans: list[tuple[str, int, int]] = []
         start = 0
         for scheduled, state in rows:
@@ -53,21 +76,19 @@ class PromptScorer:
                 spans.append((scheduled.request_id, num_scored, state.params.prompt_logprobs))
             start += scheduled.num_new_tokens
         if not spans:
-            return {}
-        counts = [count for _, num_scored, count in spans for _ in range(num_scored)]
-        entries = iter(
-            self._compute(hidden, np.concatenate(index), np.concatenate(targets), counts)
-        )
-        return {name: tuple(next(entries) for _ in range(length)) for name, length, _ in spans}
+            return NO_SCORES
+        has_top = any(count for _, _, count in spans)
+        places = {"index": np.concatenate(index), "targets": np.concatenate(targets)}
+        return PromptScores(self._compute(hidden, places, has_top=has_top), spans)
 
     def _compute(
-        self, hidden: torch.Tensor, index: IntArray, targets: IntArray, counts: Sequence[int]
-    ) -> list[TokenLogprobs]:
-        tensors = self._staging.upload({"index": index, "targets": targets})
+        self, hidden: torch.Tensor, places: Mapping[str, IntArray], *, has_top: bool
+    ) -> dict[str, torch.Tensor]:
+        tensors = self._staging.upload(places)
         parts = []
-        for first in range(0, len(index), MAX_ROWS):
-            places = tensors["index"][first : first + MAX_ROWS]
-            logits = self._adapter.logits(hidden.index_select(0, places))
+        for first in range(0, len(places["index"]), MAX_ROWS):
+            index = tensors["index"][first : first + MAX_ROWS]
+            logits = self._adapter.logits(hidden.index_select(0, index))
             wanted = tensors["targets"][first : first + MAX_ROWS]
-            parts.append(compute_logprobs(logits, wanted, has_top=any(counts)))
-        return to_entries(parts, counts)
+            parts.append(compute_logprobs(logits, wanted, has_top=has_top))
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import NO_BANS
 from sensorium.types.scheduling import BlockIds
@@ -27,12 +28,62 @@ class PromptPositions:
     delta: IntArray  # [3, 1], added to the index of a token after the prompt
 
 
+class RequestTable:
+    """A table with a row for each running request, from which the arrays of a step are made.
+
+    A step of many requests reads whole columns instead of asking one request after the other. A row
+    is used again when its request has stopped.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        num_rows = width = 16  # both grow
+        # For each group of layers: block ids [rows, blocks], with zeros behind those of a request.
+        self.block_ids = [np.zeros((num_rows, width), dtype=np.int64) for _ in range(num_groups)]
+        # What is added to the index of an output token to get its positions with M-RoPE.
+        self.offsets = np.zeros((3, num_rows), dtype=np.int64)
+        self.is_long = np.zeros(num_rows, dtype=np.int64)
+        self._num_blocks = [[0] * num_groups for _ in range(num_rows)]
+        self._free = list(range(num_rows))
+
+    def take_row(self) -> int:
+        if not self._free:
+            num_rows = len(self._num_blocks)
+            self.block_ids = [np.pad(ids, ((0, num_rows), (0, 0))) for ids in self.block_ids]
+            self.offsets = np.pad(self.offsets, ((0, 0), (0, num_rows)))
+            self.is_long = np.pad(self.is_long, (0, num_rows))
+            self._num_blocks += [[0] * len(self.block_ids) for _ in range(num_rows)]
+            self._free = list(range(num_rows, 2 * num_rows))
+        return self._free.pop()
+
+    def release_row(self, row: int) -> None:
+        for group_index, ids in enumerate(self.block_ids):
+            ids[row] = 0
+            self._num_blocks[row][group_index] = 0
+        self._free.append(row)
+
+    def get_blocks(self, row: int, group_index: int) -> IntArray:
+        """Return the block ids of a request, as a view that is valid until blocks are added."""
+        return self.block_ids[group_index][row, : self._num_blocks[row][group_index]]
+
+    def add_blocks(self, row: int, new_block_ids: BlockIds) -> None:
+        """Append block ids to those of a request, in each group of layers."""
+        counts = self._num_blocks[row]
+        for group_index, block_ids in enumerate(new_block_ids):
+            start = counts[group_index]
+            end = counts[group_index] = start + len(block_ids)
+            width = self.block_ids[group_index].shape[1]
+            if end > width:
+                more = ((0, 0), (0, max(width, end - width)))
+                self.block_ids[group_index] = np.pad(self.block_ids[group_index], more)
+            self.block_ids[group_index][row, start:end] = block_ids
+
+
 class RequestState:
     """The state of one running request in the worker: its tokens, KV cache blocks and positions.
 
-    `output_token_ids` are the tokens that it generated before, if it resumes. `num_groups` is the
-    number of groups of layers that share a block table. `mrope` is `None` if the model has no
-    M-RoPE. With `is_long` the model uses its rotary factors for long requests.
+    `output_token_ids` are the tokens that it generated before, if it resumes. Its blocks are in a
+    row of `table`. `mrope` is `None` if the model has no M-RoPE. With `is_long` the model uses its
+    rotary factors for long requests.
     """
 
     def __init__(
@@ -40,38 +91,71 @@ class RequestState:
         request: EngineCoreRequest,
         output_token_ids: tuple[int, ...],
         *,
-        num_groups: int,
+        table: RequestTable,
         mrope: PromptPositions | None,
         is_long: bool = False,
     ) -> None:
         self.request = request
-        self.is_long = is_long  # the scheduler's choice, from `StartedRequest.is_long`
         self.params = request.sampling_params
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = GrowingArray((*request.prompt_token_ids, *output_token_ids))
-        self.block_ids = [GrowingArray() for _ in range(num_groups)]
+        # Tokens that steps have chosen, but that the host has not read yet. They are on the device.
+        self.num_unread_tokens = 0
+        self.unread_row = 0  # the last unread token is in this row of the tokens of its step
+        self.last_token_id = int(self.token_ids.values[-1])  # of those that were read
+        self.failure: RequestError | None = None  # why it has no place in later steps
+        self.row = table.take_row()
+        self._table = table
+        table.offsets[:, self.row] = 0 if mrope is None else np.reshape(mrope.delta, -1)
+        table.is_long[self.row] = is_long
         self._mrope = mrope
         self._bans = SequenceBans(request.bans) if request.bans != NO_BANS else None
         self._counts = TokenCounts(request, output_token_ids) if self.params.has_penalties else None
         self._encoder_key_suffix = request.encoder_key_suffix
+        self._sampling_row = SamplingRow(params=self.params, counts=self._counts)
+
+    def release(self) -> None:
+        """Give the row of the table back, when the request has stopped."""
+        self._table.release_row(self.row)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        """The number of output tokens, including those that the host has not read yet."""
+        return len(self.token_ids) + self.num_unread_tokens - self.num_prompt_tokens
+
+    def get_token_ids(self, start: int, end: int) -> IntArray:
+        """Return the tokens `[start, end)`, with 0 in place of a token that is not read yet.
+
+        Only the last one of them can be such a token.
+        """
+        token_ids = self.token_ids.values[start:end]
+        return token_ids if len(token_ids) == end - start else np.append(token_ids, 0)
+
+    def has_read(self, index: int) -> bool:
+        """Return whether the host has read the token at this index."""
+        return index < len(self.token_ids)
+
+    def note_unread(self, row: int) -> None:
+        """Note that a step chooses the next token, and in which row of its tokens that will be."""
+        self.num_unread_tokens += 1
+        self.unread_row = row
 
     def append_token(self, token_id: int) -> None:
-        self.token_ids.extend((token_id,))
+        self.token_ids.append(token_id)
+        self.last_token_id = token_id
         if self._counts is not None:
             self._counts.add(token_id)
 
     def get_sampling_row(self, mask: IntArray | None = None) -> SamplingRow:
         """Return the parameters and banned tokens with which the sampler chooses the next token.
 
-        `mask` has the tokens that the request's grammar allows, or is `None` without a grammar.
-        With a mask, end-of-sequence tokens are not banned before `min_tokens`, because the mask
-        already leaves them out.
+        It is the same object in every step, with new values. `mask` has the tokens that the
+        request's grammar allows, or is `None` without a grammar. With a mask, end-of-sequence
+        tokens are not banned before `min_tokens`, because the mask already leaves them out.
         """
-        num_output_tokens = self.num_output_tokens
+        row = self._sampling_row
+        row.num_output_tokens = num_output_tokens = self.num_output_tokens
+        row.mask = mask
         banned: tuple[int, ...] = ()
         if self._bans is not None:
             banned = self._bans.get_banned(
@@ -81,17 +165,11 @@ class RequestState:
             is_free = self.params.ignore_eos or mask is not None
             eos = () if is_free else self.request.eos_token_ids
             banned += (*eos, *self.params.stop_token_ids)
-        return SamplingRow(
-            params=self.params,
-            num_output_tokens=num_output_tokens,
-            banned_token_ids=banned,
-            counts=self._counts,
-            mask=mask,
-        )
+        row.banned_token_ids = banned
+        return row
 
     def add_blocks(self, new_block_ids: BlockIds) -> None:
-        for table, block_ids in zip(self.block_ids, new_block_ids, strict=True):
-            table.extend(block_ids)
+        self._table.add_blocks(self.row, new_block_ids)
 
     def get_encoder_key(self, mm_index: int) -> str:
         return self.request.mm_features[mm_index].mm_hash + self._encoder_key_suffix
@@ -117,5 +195,6 @@ class RequestState:
         selects one of the groups of layers that share a block table.
         """
         indices = np.arange(start, end)
-        slots: IntArray = self.block_ids[group_index].values[indices // block_size] * block_size
+        block_ids = self._table.get_blocks(self.row, group_index)
+        slots: IntArray = block_ids[indices // block_size] * block_size
         return slots + indices % block_size

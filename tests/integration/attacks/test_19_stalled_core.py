@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,9 +50,19 @@ def stopped(pid: int) -> Iterator[None]:
 
 
 def wait_until_stalled(server: ServerProcess, num_asked: int = 1) -> None:
-    wait_until(
-        lambda: set(get_health(server, num_asked)) == {(503, "engine_stalled")}, "it is 503", 120
-    )
+    """Until the frontends report it. If they never do, the error has what they did report."""
+    core, seen = get_core(server), Counter[tuple[int, str]]()
+
+    def is_stalled() -> bool:
+        answers = get_health(server, num_asked)
+        seen.update(answers)
+        assert is_alive(core), "the core ended"
+        return set(answers) == {(503, "engine_stalled")}
+
+    try:
+        wait_until(is_stalled, "it is 503", 120)
+    except AssertionError as error:
+        raise AssertionError(f"{error}; {seen}\n{server.output[-3000:]}") from error
 
 
 def wait_until_replaced(server: ServerProcess, core: int) -> None:

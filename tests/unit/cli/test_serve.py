@@ -101,6 +101,46 @@ def test_several_frontends_share_their_cache(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
+    ("num_cores", "changes", "expected"),
+    [
+        (16, {}, (4, "for 16 CPU cores")),
+        (64, {}, (4, "for 64 CPU cores")),
+        (8, {}, (2, "for 8 CPU cores")),
+        (7, {}, (1, "there are 7 CPU cores")),
+        (16, {"cache_bytes": 0, "free_bytes": 0}, (4, "for 16 CPU cores")),
+        (16, {"has_lru": True}, (1, "a media cache of the kind lru can't be shared")),
+        (
+            16,
+            {"free_bytes": 4 * 2**30},
+            (1, "there is too little memory for a media cache that is shared"),
+        ),
+        (16, {"has_gpu": False}, (1, "the engine computes on the CPU")),
+        (2, {"has_gpu": False}, (1, "")),
+    ],
+)
+def test_frontends_are_chosen_by_the_machine_if_the_user_does_not(
+    num_cores: int, changes: dict[str, Any], expected: tuple[int, str]
+) -> None:
+    machine = {"has_gpu": True, "has_lru": False, "cache_bytes": 4 * 2**30, "free_bytes": 2**36}
+    assert serve.choose_frontends(num_cores, **machine | changes) == expected
+
+
+def test_a_server_beside_a_gpu_gives_free_cores_to_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_may_have_gpu", lambda _: True)
+    monkeypatch.setattr(serve, "get_free_system_bytes", lambda: 2**36)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    options = parse(monkeypatch, "m")
+    assert (options.api_server_count, options.frontends_reason) == (4, "for 16 CPU cores")
+    assert options.shm_capacity_bytes == 4 * 2**30
+    assert options.media.mm_processor_threads == 1  # 11 cores for 4 times 2 processes
+    options = parse(monkeypatch, "m", "--mm-processor-cache-type=lru")
+    assert (options.api_server_count, options.media.mm_processor_threads) == (1, 3)
+    options = parse(monkeypatch, "m", "--api-server-count=2", "--mm-processor-threads=7")
+    assert (options.api_server_count, options.frontends_reason) == (2, "")
+    assert options.media.mm_processor_threads == 7
+
+
+@pytest.mark.parametrize(
     ("num_frontends", "num_cores", "expected"),
     [(1, 1, 2), (1, 6, 3), (1, 64, 4), (2, 64, 2), (8, 64, 2)],
 )

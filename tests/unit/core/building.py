@@ -26,6 +26,7 @@ def make_driver(
     block_size: int = 1,
     windows: tuple[int | None, ...] = (None,),
     enable_prefix_caching: bool = True,
+    is_ahead: bool = False,
     **changes: int | bool,
 ) -> SchedulerDriver:
     """Make a driver with `LIMITS`, in which `changes` replace some."""
@@ -33,7 +34,7 @@ def make_driver(
     sizes = CacheSizes(
         block_size=block_size, groups=groups, enable_prefix_caching=enable_prefix_caching
     )
-    return SchedulerDriver(replace(LIMITS, **changes), sizes, policy)  # type: ignore[arg-type]
+    return SchedulerDriver(replace(LIMITS, **changes), sizes, policy, is_ahead=is_ahead)  # type: ignore[arg-type]
 
 
 def tokens(max_tokens: int) -> SamplingParams:

@@ -34,11 +34,14 @@ class FakeRunner:
     def forget_request(self, request_id: str) -> None:
         self.known.discard(request_id)
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> SchedulerOutput:
         self.steps.append(output)
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
+        return output
+
+    def finish(self, output: SchedulerOutput) -> ModelRunnerOutput:
         sampled = {s.request_id: 1 for s in output.scheduled if s.is_sampled}
         return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.scheduling import BlockIds, EncoderInput, ScheduledRequest
-from sensorium.worker.request_states import PromptPositions, RequestState
+from sensorium.worker.request_states import PromptPositions, RequestState, RequestTable
 
 GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
@@ -39,6 +41,12 @@ def make_request(
     )
 
 
+@cache
+def get_table(num_groups: int) -> RequestTable:
+    """Return the table in which all requests of these tests have their rows."""
+    return RequestTable(num_groups)
+
+
 def make_state(
     request: EngineCoreRequest,
     block_ids: BlockIds = ((),),
@@ -46,7 +54,8 @@ def make_state(
     output_token_ids: tuple[int, ...] = (),
     mrope: PromptPositions | None = None,
 ) -> RequestState:
-    state = RequestState(request, output_token_ids, num_groups=len(block_ids), mrope=mrope)
+    table = get_table(len(block_ids))
+    state = RequestState(request, output_token_ids, table=table, mrope=mrope)
     state.add_blocks(block_ids)
     return state
 

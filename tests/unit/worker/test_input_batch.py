@@ -11,7 +11,7 @@ from sensorium.worker.encoder_runner import EncoderCache
 from sensorium.worker.input_batch import InputBatch, Row, StepInputs
 from sensorium.worker.request_states import PromptPositions
 
-from .factories import make_feature, make_request, make_scheduled, make_state
+from .factories import get_table, make_feature, make_request, make_scheduled, make_state
 
 
 def make_batch(
@@ -20,13 +20,16 @@ def make_batch(
     windows: tuple[int | None, ...] = (None,),
     bidirectional: frozenset[str] = frozenset(),
     has_long_factors: bool = False,
+    has_mrope: bool = False,
 ) -> InputBatch:
     return InputBatch(
         groups=[KVCacheGroup(num_blocks=99, window=window) for window in windows],
         block_size=4,
         bidirectional_modalities=bidirectional,
         has_long_factors=has_long_factors,
+        has_mrope=has_mrope,
         encoder_cache=cache or EncoderCache(),
+        table=get_table(len(windows)),
         staging=StagingBuffer(device=torch.device("cpu"), num_words=4),
     )
 
@@ -100,7 +103,7 @@ def test_mrope_positions_have_three_rows() -> None:
     state = make_state(make_request((1, 2, 3)), ((1,),), mrope=positions)
     decoding = make_state(make_request((1, 2, 3)), ((1,),), output_token_ids=(8,), mrope=positions)
     rows = [(make_scheduled("a", 1, 3), state), (make_scheduled("b", 3, 4), decoding)]
-    inputs = make_batch().prepare(rows)
+    inputs = make_batch(has_mrope=True).prepare(rows)
     assert inputs.positions.tolist() == [[7, 1, 2], [7, 4, 5], [7, 7, 8]]
     assert inputs.input_ids.tolist() == [8, 2, 3]
 
@@ -178,7 +181,7 @@ def test_new_blocks_that_the_step_does_not_fill_are_known() -> None:
 
 def test_tokens_are_marked_by_the_length_of_their_request() -> None:
     rows = [make_row("1", 0, 3), make_row("2", 5, 6), make_row("3", 2, 4)]
-    rows[0][1].is_long = rows[1][1].is_long = True
+    get_table(1).is_long[[rows[0][1].row, rows[1][1].row]] = 1
     assert make_batch().prepare(rows).is_long is None
     inputs = make_batch(has_long_factors=True).prepare(rows)
     assert get_ids(inputs) == ["2", "1", "3"]

@@ -40,7 +40,7 @@ def edit(logits: torch.Tensor, *rows: SamplingRow) -> torch.Tensor:
 
 
 def sample(logits: torch.Tensor, *rows: SamplingRow) -> SamplerOutput:
-    return Sampler(device=CPU).sample(logits, rows)
+    return Sampler(device=CPU).sample(logits, rows).read()
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])

@@ -103,13 +103,18 @@ def start(
     scheduled: Sequence[ScheduledRequest],
     **changes: Any,
 ) -> ModelRunnerOutput:
-    return runner.execute(
+    return execute(
+        runner,
         SchedulerOutput(
             scheduled=tuple(scheduled),
             started=tuple(StartedRequest(request=request) for request in requests),
             **changes,
-        )
+        ),
     )
+
+
+def execute(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
+    return runner.finish(runner.launch(plan))
 
 
 def test_a_request_goes_on_from_the_tokens_it_sampled() -> None:
@@ -137,7 +142,7 @@ def test_a_resumed_request_has_its_blocks_replaced_and_its_tokens_back() -> None
         started=(StartedRequest(request=request, output_token_ids=(9,)),),
         scheduled=(make_scheduled("r", 0, 3, block_ids=((7,),)),),
     )
-    assert runner.execute(resumed).sampled_token_ids == {"r": 10}
+    assert execute(runner, resumed).sampled_token_ids == {"r": 10}
 
 
 def test_a_stopped_request_is_forgotten() -> None:

@@ -61,7 +61,7 @@ def test_each_position_tells_of_the_token_behind_it(
         make_row("chunk", (5, 4, 3, 2, 1), (1, 3), 0),
     ]
     hidden = make_hidden(1 + 3 + 3 + 2)
-    entries = PromptScorer(head).score(hidden, rows)  # type: ignore[arg-type]
+    entries = PromptScorer(head).score(hidden, rows).read()  # type: ignore[arg-type]
     logprobs = hidden.log_softmax(-1)
     found = {name: [e.logprob for e in scored] for name, scored in entries.items()}
     assert found.keys() == {"whole", "chunk"}
@@ -77,12 +77,12 @@ def test_each_position_tells_of_the_token_behind_it(
 def test_no_logits_are_made_if_nobody_wants_them() -> None:
     head = PlainHead()
     rows = [make_row("a", (1, 2), (0, 2), None), make_row("b", (1,), (0, 1), 3)]
-    assert PromptScorer(head).score(make_hidden(3), rows) == {}  # type: ignore[arg-type]
+    assert PromptScorer(head).score(make_hidden(3), rows).read() == {}  # type: ignore[arg-type]
     assert head.sizes == []
 
 
 def test_a_placeholder_outside_the_vocabulary_has_no_probability() -> None:
     row = make_row("r", (1, 99, 2), (0, 3), 1)
-    entries = PromptScorer(PlainHead()).score(make_hidden(3), [row])["r"]  # type: ignore[arg-type]
+    entries = PromptScorer(PlainHead()).score(make_hidden(3), [row]).read()["r"]  # type: ignore[arg-type]
     assert (entries[0].logprob, entries[0].rank) == (-math.inf, VOCAB_SIZE + 1)
     assert math.isfinite(entries[1].logprob)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sensorium.worker.request_states import PromptPositions
+from sensorium.worker.request_states import PromptPositions, RequestTable
 
-from .factories import make_feature, make_request, make_state
+from .factories import get_table, make_feature, make_request, make_state
 
 PROMPT = (5, 6, 7, 8)
 MROPE = PromptPositions(positions=np.array([[0, 1, 1, 2], [0, 1, 2, 2], [0, 1, 3, 2]]), delta=-1)
@@ -43,9 +43,23 @@ def test_slots_follow_the_blocks_of_each_group() -> None:
 def test_blocks_are_appended_group_by_group() -> None:
     state = make_state(make_request(PROMPT), ((1,), (2,)))
     state.add_blocks(((3,), ()))
-    assert [table.values.tolist() for table in state.block_ids] == [[1, 3], [2]]
-    with pytest.raises(ValueError, match="shorter"):
-        state.add_blocks(((4,),))
+    table = get_table(2)
+    assert [table.get_blocks(state.row, group).tolist() for group in (0, 1)] == [[1, 3], [2]]
+
+
+def test_a_row_that_is_used_again_has_nothing_of_its_last_request() -> None:
+    table = RequestTable(2)
+    rows = [table.take_row() for _ in range(40)]  # more than there are at first
+    assert len(set(rows)) == 40
+    table.add_blocks(rows[7], (tuple(range(1, 50)), (5,)))
+    table.add_blocks(rows[8], ((2,), ()))
+    table.release_row(rows[7])
+    assert table.take_row() == rows[7]
+    assert not table.block_ids[0][rows[7]].any()
+    assert not table.block_ids[1][rows[7]].any()
+    table.add_blocks(rows[7], ((9,), ()))
+    assert table.get_blocks(rows[7], 0).tolist() == [9]
+    assert table.get_blocks(rows[8], 0).tolist() == [2]
 
 
 def test_a_resumed_request_has_the_tokens_that_it_had_made() -> None:

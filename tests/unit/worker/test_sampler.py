@@ -35,7 +35,7 @@ params = st.builds(
 
 
 def sample(logits: list[list[float]], rows: list[SamplingRow]) -> list[int | None]:
-    return list(Sampler(device=CPU).sample(torch.tensor(logits), rows).token_ids)
+    return list(Sampler(device=CPU).sample(torch.tensor(logits), rows).read().token_ids)
 
 
 def row(params: SamplingParams, index: int = 0, **changes: object) -> SamplingRow:

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 
 def sample(*rows: SamplingRow) -> tuple[list[int], list[TokenLogprobs | None]]:
     logits = torch.tensor([LOGITS] * len(rows))
-    output = Sampler(device=torch.device("cpu")).sample(logits, rows)
+    output = Sampler(device=torch.device("cpu")).sample(logits, rows).read()
     return list(output.token_ids), list(output.logprobs)
 
 

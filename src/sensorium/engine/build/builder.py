@@ -256,7 +256,7 @@ def build_engine_core(
         grammars=grammars,
         graphs=graphs,
     )
-    return EngineCore(make_scheduler(config), runner, payloads), config
+    return EngineCore(make_scheduler(config), runner, payloads, overlap=config.overlap), config
 
 
 def _describe_fusion(adapter: ModelAdapter, options: EngineOptions) -> str:

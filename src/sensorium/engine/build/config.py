@@ -25,6 +25,9 @@ _ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
 # Device type -> share of the memory that is free after the weights are loaded. On a CPU other
 # programs need memory too; on CUDA `gpu_memory_utilization` has already left them theirs.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
+# Device types whose steps are computed while the host goes on. A CPU computes a step at once, and
+# would only give its results later if the next one was launched first.
+OVERLAP_DEVICES = {"cuda"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class EngineConfig:
     scheduling_policy: str
     attention_backend: str  # the chosen one, never "auto"
     memory: MemoryPlan
+    overlap: bool = False  # each step is planned while the one before it is computed
     graphs: str = "none"  # which steps are replayed as graphs, or why none are
     fused: str = "nothing"
 
@@ -167,6 +171,7 @@ def resolve_config(
         scheduling_policy=options.scheduling_policy,
         attention_backend=attention_backend,
         memory=replace(memory, kv_cache_bytes=kv_cache_bytes),
+        overlap=options.overlap and device.type in OVERLAP_DEVICES,
     )
 
 

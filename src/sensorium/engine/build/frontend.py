@@ -274,4 +274,5 @@ def _build_pool(
         handler=_HANDLER,
         settings=encode_plain(settings),
         inherited_fds=() if shm_fd is None else (shm_fd,),
+        num_threads=options.mm_processor_threads,
     )

@@ -140,6 +140,11 @@ class EngineOptions:
     enforce_eager: bool = engine_option(
         False, help="Launch every kernel of a step instead of replaying CUDA graphs."
     )
+    overlap: bool = engine_option(
+        True,
+        help="On CUDA, plan each step while the device still computes the one before it. A CPU "
+        "computes one step after the other.",
+    )
     fusion: bool = engine_option(
         True,
         help="On CUDA, compute norms, rotary positions, gated layers and joined products in fewer "
@@ -251,6 +256,14 @@ class MediaOptions:
         metavar="N",
         help="The number of processes that decode and process media, for each frontend of a "
         "server. With 0 it is done in the process itself.",
+    )
+    mm_processor_threads: int = common_option(
+        1,
+        server_default="1; with a GPU the cores that are left, at most 4",
+        least=1,
+        most=256,
+        metavar="N",
+        help="The number of threads with which each of these processes computes.",
     )
     mm_hasher_algorithm: str = common_option(
         "auto",

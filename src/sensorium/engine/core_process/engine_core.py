@@ -1,5 +1,7 @@
 """Computes steps: the scheduler plans, the worker computes, the scheduler takes the result.
 
+While the worker computes one step, the next one is planned.
+
 Owns the scheduler, the worker and the processed tensors of requests in flight. A request that is
 refused at `add_request` leaves nothing behind; one that is accepted gets exactly one output with a
 finish reason.
@@ -16,9 +18,10 @@ from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import MissingItems, MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
+from sensorium.types.scheduling import SchedulerOutput
 
 if TYPE_CHECKING:
-    from sensorium.worker.model_runner import ModelRunner
+    from sensorium.worker.model_runner import LaunchedStep, ModelRunner
 
 logger = logging.getLogger(__name__)
 _MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no request can ever run
@@ -79,17 +82,31 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
 
 
 class EngineCore:
-    """A scheduler and a worker that compute all requests together, one step after another."""
+    """A scheduler and a worker that compute all requests together, one step after another.
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, payloads: PayloadStore) -> None:
+    With `overlap`, a step is planned and launched before the results of the one before it are read.
+    So the device always has work. At most one step is under way between two calls.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        payloads: PayloadStore,
+        *,
+        overlap: bool = False,
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.payloads = payloads
+        self._overlap = overlap
+        self._under_way: tuple[SchedulerOutput, LaunchedStep] | None = None
         self._num_idle_steps = 0
 
     @property
     def has_requests(self) -> bool:
-        return self.scheduler.has_requests
+        """Whether `step` has something to do: there are requests, or a step is under way."""
+        return self.scheduler.has_requests or self._under_way is not None
 
     def add_request(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
         """Accept a request together with its media, and return `None`.
@@ -124,32 +141,66 @@ class EngineCore:
         return outputs
 
     def step(self) -> list[EngineCoreOutput]:
-        """Compute one step for the running requests, and return their new outputs.
+        """Compute one step for the running requests, and return new outputs.
 
-        If the worker fails, the requests of this step end with an error in their outputs. Raises an
-        `InvariantError` if no request could run for several steps.
+        With overlap these are the outputs of the step before. If the worker fails, the requests of
+        the step that failed end with an error in their outputs. Raises an `InvariantError` if no
+        request could run for several steps.
         """
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
             raise InvariantError(
                 f"none of {len(self.scheduler.requests)} requests ran in {_MAX_IDLE_STEPS} steps"
             )
-        scheduled = self.scheduler.schedule()
-        is_idle = scheduled.is_empty and self.has_requests
+        plan = self.scheduler.schedule()
+        is_idle = plan.is_empty and self.has_requests and self._under_way is None
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
         try:
-            result = self.runner.execute(scheduled)
+            launched = self.runner.launch(plan)
         except BaseException as error:
-            # A bug, a lack of memory or an interruption must not affect requests of later steps.
-            reason = f"internal error: {type(error).__name__}: {error}"
-            outputs = self.scheduler.fail_step(scheduled, reason)
-            self._forget_finished(outputs)
+            outputs = self._finish_last() if isinstance(error, Exception) else []
+            outputs += self._fail(plan, error)
             if not isinstance(error, Exception):
                 raise
-            logger.exception("a step failed, so its %d request(s) fail", len(scheduled.scheduled))
+            return outputs
+        outputs = self._finish_last((plan, launched))
+        if not self._overlap or plan.is_empty:
+            outputs += self._finish_last()
+        return outputs
+
+    def _finish_last(
+        self, following: tuple[SchedulerOutput, LaunchedStep] | None = None
+    ) -> list[EngineCoreOutput]:
+        """Wait for the results of the step under way, if there is one, and return its outputs.
+
+        `following` is the next step, if one was launched after it. That is under way from now on.
+        """
+        last, self._under_way = self._under_way, following
+        if last is None:
+            return []
+        plan, launched = last
+        try:
+            result = self.runner.finish(launched)
+        except BaseException as error:
+            outputs = self._fail(plan, error)
+            if not isinstance(error, Exception):
+                raise
             return outputs
         if result.mode is not None:
             self.scheduler.counters.steps[result.mode] += 1
-        outputs = self.scheduler.update_from_output(scheduled, result)
+        outputs = self.scheduler.update_from_output(plan, result)
+        self._forget_finished(outputs)
+        return outputs
+
+    def _fail(self, plan: SchedulerOutput, error: BaseException) -> list[EngineCoreOutput]:
+        """End the requests of a step that failed, and return their last outputs.
+
+        A bug, a lack of memory or an interruption must not affect requests of later steps.
+        """
+        if isinstance(error, Exception):
+            words = "a step failed, so its %d request(s) fail"
+            logger.error(words, len(plan.scheduled), exc_info=error)
+        reason = f"internal error: {type(error).__name__}: {error}"
+        outputs = self.scheduler.fail_step(plan, reason)
         self._forget_finished(outputs)
         return outputs
 

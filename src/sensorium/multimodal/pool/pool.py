@@ -300,18 +300,28 @@ class ProcessPool:
     """
 
     def __init__(
-        self, size: int, *, handler: str, settings: bytes, inherited_fds: Sequence[int] = ()
+        self,
+        size: int,
+        *,
+        handler: str,
+        settings: bytes,
+        inherited_fds: Sequence[int] = (),
+        num_threads: int = 1,
     ) -> None:
         """Prepare a pool of `size` worker processes, which are not started yet.
 
         `handler` names the function that does the jobs, as "package.module:factory" of a
         `channel.Handler`. The factory gets `settings`. The workers inherit the file descriptors
-        `inherited_fds` under the same numbers.
+        `inherited_fds` under the same numbers. Each of them computes with `num_threads` threads.
         """
         if size < 1:
             raise InvariantError(f"the media pool needs at least one process, not {size}")
         make_process = partial(
-            WorkerProcess, handler=handler, settings=settings, inherited_fds=tuple(inherited_fds)
+            WorkerProcess,
+            handler=handler,
+            settings=settings,
+            inherited_fds=tuple(inherited_fds),
+            num_threads=num_threads,
         )
         self._lock = threading.Lock()
         self._is_started = False

@@ -75,13 +75,14 @@ class WorkerProcess:
         handler: str,
         settings: bytes,
         inherited_fds: Sequence[int],
+        num_threads: int,
         keep_waiting: Callable[[], bool],
     ) -> None:
         self._keep_waiting = keep_waiting
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with theirs:
-                self._process = _spawn(theirs.fileno(), inherited_fds)
+                self._process = _spawn(theirs.fileno(), inherited_fds, num_threads)
         except BaseException:
             ours.close()
             raise
@@ -210,11 +211,13 @@ def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
     return mapping.numpy().data
 
 
-def _spawn(descriptor: int, inherited_fds: Sequence[int]) -> subprocess.Popen[bytes]:
+def _spawn(
+    descriptor: int, inherited_fds: Sequence[int], num_threads: int
+) -> subprocess.Popen[bytes]:
     # -P and the path: the worker finds what this process finds, and nothing else.
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(num_threads),
     }
     module = "sensorium.multimodal.pool.worker"
     return subprocess.Popen(

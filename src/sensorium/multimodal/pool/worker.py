@@ -161,13 +161,13 @@ def _start(channel: Channel) -> Handler | None:
 
 
 def _limit_threads() -> None:
-    """Make torch use a single thread in this process, because there are many workers.
+    """Make torch use as many threads in this process as the parent has set.
 
     If torch is imported later, OMP_NUM_THREADS has the same effect.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _serve(channel: Channel, handler: Handler) -> None:

@@ -41,6 +41,7 @@ from sensorium.server.http.errors import RETRY_AFTER_S, ApiError, ClientGoneErro
 logger = logging.getLogger(__name__)
 # The size is checked after each read, so that headers may be larger by one read.
 MAX_HEAD_BYTES = 2**16
+MAX_UNTAKEN_BYTES = 2**20  # of a body, between the connection and its handler
 _LOOKS_PER_TIMEOUT = 8
 # How many intervals the time between two checks counts at most. If the event loop itself was
 # delayed for longer, it has sent nothing in that time.
@@ -168,8 +169,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """Add a piece of a body to what the handler has not taken yet, and stop reading if full.
+
+        uvicorn would stop at 64 KiB, which is less than one read. Then each read of a large body
+        waits for the handler, and a body of 3 MB takes 15 ms instead of 2.
+        """
         self._is_understood = True
-        super().on_body(body)
+        if self.cycle.response_complete:
+            return
+        self.cycle.body += body
+        if len(self.cycle.body) > MAX_UNTAKEN_BYTES:
+            self.flow.pause_reading()
+        self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         self._is_understood = True

@@ -17,8 +17,15 @@ import torch
 from sensorium.layers.attention.backend import NO_SLOT
 from sensorium.types.errors import InvariantError
 from sensorium.types.scheduling import KVCacheGroup
-from sensorium.utils.arrays import StagingBuffer
-from sensorium.worker.input_batch import Row, get_block_tables
+from sensorium.utils.arrays import IntArray, StagingBuffer
+from sensorium.worker.input_batch import (
+    DecodeColumns,
+    Row,
+    get_decode_columns,
+    get_unread_places,
+    pass_tokens,
+)
+from sensorium.worker.request_states import RequestTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,31 +67,42 @@ class DecodeBuffers:
         self._has_mrope = has_mrope
         self._has_long_factors = has_long_factors
         width = -(-max_model_len // block_size) + 1
-        num_words_per_row = 6 + len(groups) * (2 + width)
+        num_words_per_row = 8 + len(groups) * (2 + width)
         self._staging = StagingBuffer(device=device, num_words=max_batch * num_words_per_row)
         self._address = self._staging.address
         self._tables = [
             torch.zeros(max_batch, width, dtype=torch.int32, device=device) for _ in groups
         ]
 
-    def fill(self, rows: Sequence[Row], size: int) -> DecodeInputs:
+    def fill(
+        self,
+        rows: Sequence[Row],
+        size: int,
+        table: RequestTable,
+        unread: torch.Tensor | None = None,
+    ) -> DecodeInputs:
         """Copy the rows of a step to the device, padded to `size` rows, and return their tensors.
 
-        A row is one request of the step. For the same `size`, the tensors have the same addresses
-        each time, as a CUDA graph requires.
+        A row is one request of the step, whose blocks are in `table`. `unread` are the tokens that
+        the step before has chosen. For the same `size`, the tensors have the same addresses each
+        time, as a CUDA graph requires.
         """
-        arrays = self._make_arrays(rows, size)
-        for index in range(self._num_groups):
-            arrays[f"tables{index}"] = get_block_tables(rows, index)
+        columns = get_decode_columns(rows, table, self._block_size)
+        arrays = self._make_arrays(columns, table, size)
+        num_blocks = int(columns.index.max(initial=-1)) // self._block_size + 1
+        for group_index, block_ids in enumerate(table.block_ids):
+            arrays[f"tables{group_index}"] = block_ids[columns.rows, :num_blocks]
+        arrays |= get_unread_places(rows, range(len(rows)))
         tensors = self._staging.upload(arrays)
+        pass_tokens(unread, tensors)
         if self._staging.address != self._address:
             raise InvariantError(
                 "the input buffers of the captured CUDA graphs have moved in memory"
             )
         for index, static in enumerate(self._tables):
-            table = tensors[f"tables{index}"]
-            if table.numel():
-                static[: table.shape[0], : table.shape[1]].copy_(table)
+            uploaded = tensors[f"tables{index}"]
+            if uploaded.numel():
+                static[: uploaded.shape[0], : uploaded.shape[1]].copy_(uploaded)
             static[len(rows) : size, :1].zero_()  # padding reads the null block
         return DecodeInputs(
             input_ids=tensors["input_ids"],
@@ -95,27 +113,24 @@ class DecodeBuffers:
             block_tables=tuple(static[:size] for static in self._tables),
         )
 
-    def _make_arrays(self, rows: Sequence[Row], size: int) -> dict[str, npt.NDArray[np.generic]]:
-        num_rows = len(rows)
-        input_ids = np.zeros(size, dtype=np.int64)
-        seq_lens = np.ones(size, dtype=np.int64)
-        positions = np.zeros((3, size) if self._has_mrope else size, dtype=np.int64)
-        slots = np.full((self._num_groups, size), NO_SLOT, dtype=np.int64)
-        for row, (scheduled, state) in enumerate(rows):
-            index = scheduled.num_computed_tokens
-            input_ids[row] = state.token_ids.values[index]
-            seq_lens[row] = index + 1
-            positions[..., row] = state.get_positions(index, index + 1)[..., 0]
-            for group_index in range(self._num_groups):
-                block = state.block_ids[group_index].values[index // self._block_size]
-                slots[group_index, row] = block * self._block_size + index % self._block_size
+    def _make_arrays(
+        self, columns: DecodeColumns, table: RequestTable, size: int
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """Return all arrays of a step but the block tables, padded to `size` requests."""
+        positions = columns.positions if self._has_mrope else columns.index
         arrays: dict[str, npt.NDArray[np.generic]] = {
-            "input_ids": input_ids,
-            "positions": positions,
-            "seq_lens": seq_lens,
+            "input_ids": _pad(columns.input_ids, size, 0),
+            "positions": _pad(positions, size, 0),
+            "seq_lens": _pad(columns.index + 1, size, 1),
         }
         if self._has_long_factors:
-            is_long = np.zeros(size, dtype=np.int64)
-            is_long[:num_rows] = [state.is_long for _, state in rows]
-            arrays["is_long"] = is_long
-        return arrays | {f"slots{index}": slots[index] for index in range(self._num_groups)}
+            arrays["is_long"] = _pad(table.is_long[columns.rows], size, 0)
+        for index, slots in enumerate(columns.slots):
+            arrays[f"slots{index}"] = _pad(slots, size, NO_SLOT)
+        return arrays
+
+
+def _pad(values: IntArray, size: int, padding: int) -> IntArray:
+    padded = np.full((*values.shape[:-1], size), padding, dtype=np.int64)
+    padded[..., : values.shape[-1]] = values
+    return padded

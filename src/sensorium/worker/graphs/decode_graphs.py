@@ -25,8 +25,9 @@ from sensorium.worker.graphs.recorder import (
     find_distance,
     find_size,
 )
-from sensorium.worker.input_batch import Row
+from sensorium.worker.input_batch import Row, is_decoding
 from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.request_states import RequestTable
 from sensorium.worker.sampling.sampler import mark_likeliest
 
 
@@ -156,7 +157,7 @@ class DecodeGraphs:
         return reason
 
     def _capture_size(self, size: int) -> str | None:
-        inputs = self._buffers.fill([], size)
+        inputs = self._buffers.fill([], size, RequestTable(len(self._windows)))
         # This run also compiles kernels and allocates workspaces, which a capture must not do.
         expected = self._compute(inputs)
         self._results = self._results or expected
@@ -183,11 +184,21 @@ class DecodeGraphs:
         None is returned if a row does more than decode one token, or if there are more rows than in
         the largest graph.
         """
-        is_decoding = all(_is_decoding(row) for row in rows)
-        return find_size(self._sizes, len(rows)) if is_decoding else None
+        return find_size(self._sizes, len(rows)) if all(map(is_decoding, rows)) else None
 
-    def replay(self, rows: Sequence[Row], size: int) -> DecodeResult:
-        self._buffers.fill(rows, size)
+    def replay(
+        self,
+        rows: Sequence[Row],
+        size: int,
+        table: RequestTable,
+        unread: torch.Tensor | None = None,
+    ) -> DecodeResult:
+        """Compute a step with the graph of `size` rows, and return its results.
+
+        The blocks of the requests are in `table`. `unread` are the tokens that the step before has
+        chosen.
+        """
+        self._buffers.fill(rows, size, table, unread)
         captured = self._captured[size]
         captured.recording.replay()
         return captured.results.get_front(len(rows))
@@ -239,16 +250,3 @@ class _DecodeCall:
             window=self.windows[group],
         )
         return output[None]
-
-
-def _is_decoding(row: Row) -> bool:
-    """Return whether a request of a step only decodes one token.
-
-    That is the case if the step computes one token of its output and samples the next.
-    """
-    scheduled, state = row
-    return (
-        scheduled.num_new_tokens == 1
-        and scheduled.is_sampled
-        and scheduled.num_computed_tokens >= state.num_prompt_tokens
-    )

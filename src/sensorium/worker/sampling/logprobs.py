@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,27 +10,16 @@ from sensorium.types.request import TokenLogprobs
 from sensorium.types.sampling import MAX_LOGPROBS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogprobsTensors:
-    """The log-probabilities at B positions, as tensors on the device.
-
-    For each position they have the log-probability and the rank of one given token, and the ids and
-    log-probabilities of the k likeliest tokens.
-    """
-
-    chosen: torch.Tensor  # [B], those of the given tokens
-    ranks: torch.Tensor  # [B], those of the given tokens; the likeliest token has rank 1
-    top_ids: torch.Tensor  # [B, k], the likeliest first
-    top_values: torch.Tensor  # [B, k]
-
-
 def compute_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, has_top: bool
-) -> LogprobsTensors:
+) -> dict[str, torch.Tensor]:
     """Return the log-probabilities and ranks of token ids [B] in the logits [B, vocabulary].
 
-    With `has_top`, the `MAX_LOGPROBS` likeliest tokens of each position are included. Some media
-    placeholders have an id outside the vocabulary; their log-probability is -inf.
+    The results are tensors on the device. `chosen` [B] has the log-probabilities of the given
+    tokens, and `ranks` [B] their ranks; the likeliest token has rank 1. `top_ids` and `top_values`
+    [B, k] have the k likeliest tokens of each position, the likeliest first. With `has_top` these
+    are `MAX_LOGPROBS`, else none. Some media placeholders have an id outside the vocabulary; their
+    log-probability is -inf.
     """
     # The number is the same for all rows: it decides which tokens of a tie come first, and that
     # must not depend on what other requests ask for.
@@ -41,27 +29,21 @@ def compute_logprobs(
     chosen = logprobs.gather(1, token_ids.clamp(max=vocab_size - 1)[:, None])
     chosen = chosen.masked_fill((token_ids >= vocab_size)[:, None], float("-inf"))
     top_values, top_ids = logprobs.topk(min(num_top, vocab_size), dim=-1)
-    return LogprobsTensors(
-        chosen=chosen[:, 0],
-        ranks=(logprobs > chosen).sum(-1) + 1,
-        top_ids=top_ids,
-        top_values=top_values,
-    )
+    return {
+        "chosen": chosen[:, 0],
+        "ranks": (logprobs > chosen).sum(-1) + 1,
+        "top_ids": top_ids,
+        "top_values": top_values,
+    }
 
 
-def to_entries(parts: Sequence[LogprobsTensors], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Copy log-probabilities from the device, and return one entry for each position of all parts.
+def to_entries(tensors: Mapping[str, torch.Tensor], counts: Sequence[int]) -> list[TokenLogprobs]:
+    """Return one entry for each position of what `compute_logprobs` returned, on the host.
 
     `counts` has the number of likeliest tokens to include for each position.
     """
-    columns = zip(
-        torch.cat([part.chosen for part in parts]).tolist(),
-        torch.cat([part.ranks for part in parts]).tolist(),
-        torch.cat([part.top_ids for part in parts]).tolist(),
-        torch.cat([part.top_values for part in parts]).tolist(),
-        counts,
-        strict=True,
-    )
+    names = ("chosen", "ranks", "top_ids", "top_values")
+    columns = zip(*(tensors[name].tolist() for name in names), counts, strict=True)
     return [
         TokenLogprobs(
             logprob=logprob,

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from sensorium.types.request import TokenLogprobs
-from sensorium.utils.arrays import StagingBuffer
+from sensorium.utils.arrays import Download, StagingBuffer
 from sensorium.worker.sampling.drawing import draw, prepare_draw
 from sensorium.worker.sampling.logits_edits import Arrays, apply_edits, prepare_edits
 from sensorium.worker.sampling.logprobs import compute_logprobs, to_entries
@@ -55,6 +55,40 @@ class SamplerOutput:
     failures: Mapping[int, str]  # row -> why it has no token
 
 
+class Sampling:
+    """The tokens of a batch that the device chooses, until the host reads them.
+
+    `token_ids` [B] are on the device. A row without a usable token has a number below 0.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        rows: Sequence[SamplingRow],
+        logprobs: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.token_ids = token_ids
+        self._rows = rows
+        self._has_logprobs = bool(logprobs)
+        self._download = Download({"token_ids": token_ids, **logprobs})
+
+    def read(self) -> SamplerOutput:
+        """Wait until the device has chosen the tokens, and return them."""
+        tensors = self._download.read()
+        chosen = tensors["token_ids"].tolist()
+        counts = [row.params.logprobs for row in self._rows]
+        entries = iter(
+            to_entries(tensors, [count for count in counts if count is not None])
+            if self._has_logprobs
+            else ()
+        )
+        return SamplerOutput(
+            token_ids=tuple(token_id if token_id >= 0 else None for token_id in chosen),
+            logprobs=tuple(None if count is None else next(entries) for count in counts),
+            failures={row: _FAILURES[mark] for row, mark in enumerate(chosen) if mark < 0},
+        )
+
+
 class Sampler:
     """A sampler that chooses the next token of each request in a batch.
 
@@ -69,17 +103,18 @@ class Sampler:
         logits: torch.Tensor,
         rows: Sequence[SamplingRow],
         likeliest: torch.Tensor | None = None,
-    ) -> SamplerOutput:
-        """Return a token for each row of float32 logits [B, vocabulary].
+    ) -> Sampling:
+        """Choose a token for each row of float32 logits [B, vocabulary].
 
         `rows` has the sampling parameters and state of each request. Rows that ask for
         log-probabilities get them as well. `likeliest` is the result of `mark_likeliest` for these
-        logits if the caller already has it; None makes the sampler compute what it needs.
+        logits if the caller already has it; None makes the sampler compute what it needs. The host
+        does not wait for the result.
         """
         edits = prepare_edits(rows, logits.shape[-1])
         arrays = edits | prepare_draw(rows, logits.shape[-1]) | _prepare_logprobs(rows)
         if not arrays and likeliest is not None:
-            return _make_output(likeliest.tolist(), (None,) * len(rows))
+            return Sampling(likeliest, rows, {})
         tensors = self._staging.upload(arrays) if arrays else {}
         edited = apply_edits(logits, tensors) if edits else logits
         highest, token_ids = edited.max(dim=-1)  # NaN for a row that has a NaN anywhere
@@ -89,7 +124,7 @@ class Sampler:
         if edits:
             is_all_banned = highest.isneginf() & logits.amax(-1).isfinite()
             marked = marked.masked_fill(is_all_banned, -2)
-        return _make_output(marked.tolist(), _get_logprobs(logits, token_ids, tensors, rows))
+        return Sampling(marked, rows, _compute_logprobs(logits, token_ids, tensors, rows))
 
 
 def mark_likeliest(logits: torch.Tensor) -> torch.Tensor:
@@ -104,33 +139,22 @@ def _mark(highest: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return torch.where(highest.isfinite(), token_ids, -1)
 
 
-def _make_output(
-    chosen: Sequence[int], logprobs: tuple[TokenLogprobs | None, ...]
-) -> SamplerOutput:
-    return SamplerOutput(
-        token_ids=tuple(token_id if token_id >= 0 else None for token_id in chosen),
-        logprobs=logprobs,
-        failures={row: _FAILURES[mark] for row, mark in enumerate(chosen) if mark < 0},
-    )
-
-
 def _prepare_logprobs(rows: Sequence[SamplingRow]) -> Arrays:
     wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     return {"logprobs_rows": np.array(wanted, dtype=np.int64)} if wanted else {}
 
 
-def _get_logprobs(
+def _compute_logprobs(
     logits: torch.Tensor,
     token_ids: torch.Tensor,
     tensors: Mapping[str, torch.Tensor],
     rows: Sequence[SamplingRow],
-) -> tuple[TokenLogprobs | None, ...]:
+) -> dict[str, torch.Tensor]:
     if "logprobs_rows" not in tensors:
-        return (None,) * len(rows)
-    counts = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        return {}
     index = tensors["logprobs_rows"]
-    computed = compute_logprobs(
-        logits.index_select(0, index), token_ids.index_select(0, index), has_top=any(counts)
+    return compute_logprobs(
+        logits.index_select(0, index),
+        token_ids.index_select(0, index),
+        has_top=any(row.params.logprobs for row in rows),
     )
-    entries = iter(to_entries([computed], counts))
-    return tuple(None if row.params.logprobs is None else next(entries) for row in rows)

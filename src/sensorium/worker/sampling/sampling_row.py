@@ -79,12 +79,12 @@ class SequenceBans:
         return banned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingRow:
     """The sampling parameters and state of one request, from which its next token is chosen."""
 
     params: SamplingParams
-    num_output_tokens: int
+    num_output_tokens: int = 0
     # They would end the request before `min_tokens`, or complete a banned sequence.
     banned_token_ids: tuple[int, ...] = ()
     counts: TokenCounts | None = None  # None if the request has no penalties

@@ -31,7 +31,10 @@ class IdleRunner:
 
     def forget_request(self, request_id: str) -> None: ...
 
-    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def launch(self, output: SchedulerOutput) -> SchedulerOutput:
+        return output
+
+    def finish(self, output: SchedulerOutput) -> ModelRunnerOutput:
         sampled = {s.request_id: 1 for s in output.scheduled if s.is_sampled}
         return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
 

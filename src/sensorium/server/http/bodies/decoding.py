@@ -35,7 +35,7 @@ _BATCH_BYTES = 2**16  # of values that are decoded together; larger values are s
 _MAX_DEPTH = 16  # levels that are split
 _STRUCTURE = re.compile(rb'["\[{]')
 
-Buffer = bytes | bytearray | memoryview
+Buffer = bytes | bytearray
 
 
 def decode_json(text: Buffer) -> Any:
@@ -44,14 +44,15 @@ def decode_json(text: Buffer) -> Any:
     Raise a `RequestError` if the text has too many values, or too many at a great depth. Raise a
     `msgspec.DecodeError` if it is not valid JSON.
     """
-    if _count_values(text) > MAX_VALUES:
+    num_values = _count_values(text)
+    if num_values > MAX_VALUES:
         raise RequestError(f"the body has more than {MAX_VALUES} values, which is the limit")
-    return _decode(text, _MAX_DEPTH)
+    return _decode(text, num_values, _MAX_DEPTH)
 
 
-def _decode(text: Buffer, max_depth: int) -> Any:
+def _decode(text: Buffer, num_values: int, max_depth: int) -> Any:
     kind = bytes(memoryview(text)[:64]).lstrip()[:1]
-    if kind not in (b"{", b"[") or _count_values(text) <= _MAX_VALUES_AT_ONCE:
+    if kind not in (b"{", b"[") or num_values <= _MAX_VALUES_AT_ONCE:
         return msgspec.json.decode(text)
     if max_depth == 0:
         raise RequestError(f"the body has too many values nested over {_MAX_DEPTH} levels deep")
@@ -74,7 +75,8 @@ def _decode_all(raws: Iterable[msgspec.Raw], max_depth: int) -> list[Any]:
             values += _decode_batch(batch)
             batch, num_bytes = [], 0
         if length > _BATCH_BYTES:
-            values.append(_decode(memoryview(raw), max_depth))
+            inner = bytes(raw)
+            values.append(_decode(inner, _count_values(inner), max_depth))
         else:
             batch.append(bytes(raw))
             num_bytes += length
@@ -92,10 +94,8 @@ def _count_values(text: Buffer) -> int:
     A text with n commas has at most n + 1 values, not counting lists and objects that hold others.
     Commas in strings are counted too.
     """
-    view = memoryview(text)
     return sum(
-        bytes(view[start : start + _COUNT_BYTES]).count(b",")
-        for start in range(0, len(view), _COUNT_BYTES)
+        text.count(b",", start, start + _COUNT_BYTES) for start in range(0, len(text), _COUNT_BYTES)
     )
 
 
