@@ -24,6 +24,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import torch
+
 from records import write_record
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager

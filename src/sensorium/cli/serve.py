@@ -187,7 +187,7 @@ def choose_frontends(
     """Return how many frontends a server starts if the user does not say, and why.
 
     `has_lru` means that the user asked for a media cache that only one frontend can have. Several
-    frontends share `cache_bytes` of memory, of which the machine has `free_bytes` left.
+    frontends share `cache_bytes` of memory. The machine has `free_bytes` left.
     """
     if not has_gpu:
         return 1, "the engine computes on the CPU" if num_cores >= 2 * _CORES_PER_FRONTEND else ""
