@@ -65,5 +65,5 @@ def check_structured_syncs(name: str) -> str:
     llm.core.step()  # first uses
     places = count_syncs(lambda: [llm.core.step() for _ in range(NUM_STEPS)])
     assert len(requests) == 4, "a request ended, so not every step decoded"
-    assert places.total() == NUM_STEPS, f"{NUM_STEPS} steps waited at {dict(places)}"
-    return f"{NUM_STEPS} steps of 4 requests with a schema waited {places.total()} times"
+    assert not places, f"{NUM_STEPS} steps waited at {dict(places)}"
+    return f"{NUM_STEPS} steps of 4 requests with a schema never waited for all work of the device"

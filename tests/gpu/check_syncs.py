@@ -1,4 +1,7 @@
-"""How often the host waits for the device: once a step, for the tokens."""
+"""How often the host waits for all work of the device: never in steps that decode.
+
+For the tokens of a step it waits by an event, while the next step is already in the device's queue.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +53,8 @@ def check_decode_syncs(name: str, dtype: torch.dtype, backend: str) -> str:
     llm.core.step()  # first uses
     places = count_syncs(lambda: [llm.core.step() for _ in range(NUM_STEPS)])
     assert len(requests) == 4, "a request ended, so not every step decoded"
-    assert places.total() == NUM_STEPS, f"{NUM_STEPS} steps waited at {dict(places)}"
-    return f"{NUM_STEPS} decode steps waited at {_get_ours(places)}"
+    assert not places, f"{NUM_STEPS} steps waited at {dict(places)}"
+    return f"{NUM_STEPS} decode steps never waited for all work of the device"
 
 
 def check_encoder_syncs(name: str) -> str:

@@ -372,7 +372,11 @@ class ModelAdapter:
         """
         function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
-        given = {name: tensor for name, tensor in collate(items).items() if name in names}
+        # A single item is not copied on its way to a GPU. On a CPU it is, as its memory may be that
+        # of a cache, and a model may change its inputs.
+        is_alone = len(items) == 1 and self.device.type == "cuda"
+        batch = items[0] if is_alone else collate(items)
+        given = {name: tensor for name, tensor in batch.items() if name in names}
         arguments = {name: self.to_model(tensor) for name, tensor in given.items()}
         pairs = [
             (arguments[name], tensor)
@@ -388,8 +392,8 @@ class ModelAdapter:
 
         Integers keep their type. Not every encoder converts its inputs itself.
         """
-        moved = to_device(tensor, self.device)
-        return moved.to(self.dtype) if moved.is_floating_point() else moved
+        dtype = self.dtype if tensor.is_floating_point() else None
+        return to_device(tensor, self.device, dtype)
 
     def _get_encoder(self, modality: str) -> Any:
         """Return the model's method that encodes a modality: "image", "video" or "audio".

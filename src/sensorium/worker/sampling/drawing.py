@@ -15,12 +15,16 @@ import torch
 from sensorium.worker.sampling.logits_edits import Arrays
 from sensorium.worker.sampling.sampling_row import SamplingRow
 
+# How many of the likeliest tokens are sorted for a filter with a `top_k`. Sorting a vocabulary of
+# 150,000 tokens takes ten times as long.
+_WIDTHS = (64, 1024)
+
 
 def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
     """Return the arrays that `draw` needs, or an empty dictionary if all rows are greedy.
 
-    Each row describes how the next token of one request is chosen. The arrays `top_k` and `top_p`
-    are included only if some row uses one of them, and `min_p` only if some row uses it.
+    Each row describes how the next token of one request is chosen. The arrays of a filter are
+    included only if some row uses it.
     """
     random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if not random:
@@ -32,15 +36,29 @@ def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
         "temperature": np.array([p.temperature for p in params], dtype=np.float64),
         "uniform": get_uniforms([p.seed or 0 for p in params], indices),
     }
-    if any(p.top_k or p.top_p != 1.0 for p in params):
-        top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-        arrays["top_k"] = np.array(top_k, dtype=np.int64)
+    widths = [_get_width(p.top_k or 0, p.top_p) for p in params]
+    for width in {width for width in widths if width is not None}:
+        filtered = [index for index, other in enumerate(widths) if other == width]
+        top_k = [min(params[index].top_k or vocab_size, vocab_size) for index in filtered]
         # Infinity keeps all tokens: with 1.0, rounding could cut off the tail of the row.
-        top_p = [np.inf if p.top_p == 1.0 else p.top_p for p in params]
-        arrays["top_p"] = np.array(top_p, dtype=np.float64)
+        top_p = [np.inf if params[i].top_p == 1.0 else params[i].top_p for i in filtered]
+        arrays[f"filtered_rows{width}"] = np.array(filtered, dtype=np.int64)
+        arrays[f"top_k{width}"] = np.array(top_k, dtype=np.int64)
+        arrays[f"top_p{width}"] = np.array(top_p, dtype=np.float64)
     if any(p.min_p for p in params):
         arrays["min_p"] = np.array([p.min_p or 0.0 for p in params], dtype=np.float64)
     return arrays
+
+
+def _get_width(top_k: int, top_p: float | None) -> int | None:
+    """Return how many of the likeliest tokens a filter has to look at.
+
+    The result is one of `_WIDTHS`, where 0 stands for all tokens, or None if there is no filter. It
+    does not depend on other rows, so that what they ask for can't change how numbers are rounded.
+    """
+    if not top_k and top_p == 1.0:
+        return None
+    return next((width for width in _WIDTHS if top_k and top_k <= width), 0)
 
 
 def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -51,8 +69,12 @@ def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
     scaled = logits.index_select(0, tensors["random_rows"])
     probs = (scaled / tensors["temperature"].float()[:, None]).softmax(-1)
     weights = probs
-    if "top_k" in tensors:
-        weights = _filter(probs, tensors["top_k"], tensors["top_p"])
+    for width in (*_WIDTHS, 0):
+        if f"filtered_rows{width}" in tensors:
+            rows = tensors[f"filtered_rows{width}"]
+            top_k, top_p = tensors[f"top_k{width}"], tensors[f"top_p{width}"]
+            filtered = _filter(probs.index_select(0, rows), top_k, top_p, width)
+            weights = weights.index_copy(0, rows, filtered)
     if "min_p" in tensors:
         least = probs.amax(-1, keepdim=True) * tensors["min_p"].float()[:, None]
         weights = torch.where(probs < least, 0.0, weights)
@@ -79,19 +101,28 @@ def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def _filter(probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _filter(
+    probs: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int
+) -> torch.Tensor:
     """Return the probabilities with zeros for the tokens that `top_k` and `top_p` remove.
 
     First only the `top_k` likeliest tokens of each row are kept. Of these, as few as possible are
-    kept, the likeliest first, until they hold the share `top_p` of their total probability. The
-    order of tokens is not changed, so that an unfiltered row draws the same token whether or not
-    another row is filtered.
+    kept, the likeliest first, until they hold the share `top_p` of their total probability. Of
+    equally likely tokens those with smaller ids come first. `width` is at least the largest
+    `top_k`, or 0; only so many of the likeliest tokens of each row are sorted, or all with 0.
     """
-    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
-    is_kept = torch.arange(probs.shape[-1], device=probs.device) < top_k[:, None]
+    if width:
+        ranked = probs.topk(min(width, probs.shape[-1])).values
+    else:
+        ranked = probs.sort(dim=-1, descending=True).values
+    is_kept = torch.arange(ranked.shape[-1], device=probs.device) < top_k[:, None]
     mass = (ranked.double() * is_kept).cumsum(-1)
     is_kept &= mass - ranked < top_p[:, None] * mass[:, -1:]
-    return probs * torch.zeros_like(is_kept).scatter_(1, order, is_kept)
+    num_kept = is_kept.sum(-1, keepdim=True)
+    least = ranked.gather(1, (num_kept - 1).clamp_min(0))  # none is kept of a row of NaN
+    is_above, is_least = probs > least, probs == least
+    num_least = num_kept - is_above.sum(-1, keepdim=True)
+    return probs * (is_above | (is_least & (is_least.cumsum(-1) <= num_least)))
 
 
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
