@@ -24,7 +24,9 @@ class FakeRunner:
         self.known: set[str] = set()
         self.steps: list[SchedulerOutput] = []
         self.refusal: Exception | None = None
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None  # of the next launch
+        self.late_failure: BaseException | None = None  # of the next results that are read
+        self.num_finished = 0
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self.refusal is not None:
@@ -42,6 +44,10 @@ class FakeRunner:
         return output
 
     def finish(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        self.num_finished += 1
+        if self.late_failure is not None:
+            failure, self.late_failure = self.late_failure, None
+            raise failure
         sampled = {s.request_id: 1 for s in output.scheduled if s.is_sampled}
         return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
 
@@ -53,6 +59,16 @@ def runner() -> FakeRunner:
 
 @pytest.fixture
 def core(runner: FakeRunner) -> EngineCore:
+    return make_core(runner)
+
+
+@pytest.fixture
+def overlapped(runner: FakeRunner) -> EngineCore:
+    """A core that launches each step before it reads the results of the last."""
+    return make_core(runner, overlap=True)
+
+
+def make_core(runner: FakeRunner, *, overlap: bool = False) -> EngineCore:
     scheduler = Scheduler(
         Limits(
             max_model_len=64,
@@ -64,7 +80,7 @@ def core(runner: FakeRunner) -> EngineCore:
         kv_cache=KVCacheManager([KVCacheGroup(num_blocks=17)], block_size=4),
         encoder_cache=EncoderCacheManager(8),
     )
-    return EngineCore(scheduler, runner, PayloadStore(MirrorReceiver()))
+    return EngineCore(scheduler, runner, PayloadStore(MirrorReceiver()), overlap=overlap)
 
 
 def make_request(
@@ -229,3 +245,83 @@ def test_requests_that_can_never_move_are_our_bug_and_loud(
 def test_an_engine_without_requests_may_step_for_ever(core: EngineCore) -> None:
     for _ in range(20):
         assert core.step() == []
+
+
+# ---- steps that overlap
+
+
+def test_a_step_is_launched_before_the_last_one_is_read(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    add(overlapped, make_request("a", max_tokens=3))
+    progress = []
+    while overlapped.has_requests:
+        tokens = [output.new_token_ids for output in overlapped.step()]
+        progress.append((len(runner.steps), runner.num_finished, tokens))
+    # The last step is empty: after three tokens there is nothing to compute.
+    assert progress == [(1, 0, []), (2, 1, [(1,)]), (3, 2, [(1,)]), (4, 4, [(1,)])]
+    check_idle(overlapped, runner)
+
+
+def test_overlapped_requests_end_once_and_leave_nothing(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    add(overlapped, make_request("a", "x"), make_request("b", "x", "y"), make_request("c"))
+    assert get_ends(run(overlapped)) == dict.fromkeys("abc", FinishReason.LENGTH)
+    check_idle(overlapped, runner)
+
+
+def test_a_launch_that_fails_takes_no_answer_that_is_complete(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    add(overlapped, make_request("a", max_tokens=1), make_request("b", max_tokens=5))
+    assert overlapped.step() == []
+    runner.failure = RuntimeError("out of memory")
+    outputs = overlapped.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [
+        ("a", FinishReason.LENGTH),
+        ("b", None),
+        ("b", FinishReason.ERROR),
+    ]
+    check_idle(overlapped, runner)
+
+
+def test_results_that_can_not_be_read_end_their_requests_and_no_others(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    add(overlapped, make_request("a"), make_request("b"))
+    assert overlapped.step() == []
+    add(overlapped, make_request("c"))  # waits for a seat
+    runner.late_failure = RuntimeError("the device is lost")
+    outputs = overlapped.step()
+    assert {o.request_id: o.finish_reason for o in outputs} == dict.fromkeys(
+        "ab", FinishReason.ERROR
+    )
+    assert get_ends(run(overlapped)) == {"c": FinishReason.LENGTH}
+    check_idle(overlapped, runner)
+
+
+@pytest.mark.parametrize("place", ["failure", "late_failure"])
+def test_an_interruption_loses_no_other_step(
+    overlapped: EngineCore, runner: FakeRunner, place: str
+) -> None:
+    add(overlapped, make_request("a", max_tokens=1), make_request("b", max_tokens=5))
+    overlapped.step()
+    setattr(runner, place, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        overlapped.step()
+    ends = get_ends(run(overlapped))
+    assert ends == ({"a": FinishReason.LENGTH} if place == "failure" else {})
+    check_idle(overlapped, runner)
+
+
+def test_a_request_that_is_aborted_while_its_step_is_under_way_gets_no_more(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    add(overlapped, make_request("a", "x", max_tokens=9))
+    overlapped.step()
+    (output,) = overlapped.abort_requests(["a"])
+    assert output.finish_reason is FinishReason.ABORT
+    assert overlapped.has_requests  # a step is under way
+    assert run(overlapped) == {}
+    check_idle(overlapped, runner)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sensorium.types.sampling import SamplingParams
 from sensorium.worker.sampling import drawing
-from sensorium.worker.sampling.drawing import get_uniforms
+from sensorium.worker.sampling.drawing import _filter, _get_width, get_uniforms
 from sensorium.worker.sampling.sampler import Sampler
 from sensorium.worker.sampling.sampling_row import SamplingRow
 
@@ -194,3 +194,32 @@ def test_any_integer_is_a_seed() -> None:
     seeds = [0, -1, 2**63, 2**64 - 2, 2**64 + 5]
     assert len(set(get_uniforms(seeds, [0] * 5))) == 5
     assert get_uniforms([7], [3]) == get_uniforms([1, 7], [3, 3])[1]
+
+
+def keep_by_sorting(probs: torch.Tensor, top_k: int, top_p: float) -> list[int]:
+    """Return the tokens that a filter keeps, found by sorting all of them."""
+    ranked, order = probs.sort(descending=True, stable=True)
+    mass = ranked[: top_k or None].double().cumsum(0)
+    kept = mass - ranked[: top_k or None] < top_p * mass[-1]
+    return sorted(order[: top_k or None][kept].tolist())
+
+
+@pytest.mark.parametrize("top_k", [0, 1, 2, 63, 64, 65, 1024, 1025])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.97, np.inf])
+@pytest.mark.parametrize("num_levels", [3, 40, 100_000])
+def test_a_filter_keeps_what_sorting_keeps_also_among_equals(
+    top_k: int, top_p: float, num_levels: int
+) -> None:
+    if not top_k and top_p == np.inf:
+        return  # no filter
+    generator = torch.Generator().manual_seed(top_k)
+    levels = torch.randint(num_levels, (3, 3000), generator=generator)
+    probs = (levels.float() * (8 / num_levels)).softmax(-1)
+    width = _get_width(top_k, top_p)
+    assert width is not None
+    bounds = torch.full((3,), top_k or 3000), torch.full((3,), top_p, dtype=torch.float64)
+    filtered = _filter(probs, *bounds, width)
+    for row in range(3):
+        kept = filtered[row].nonzero()[:, 0].tolist()
+        assert kept == keep_by_sorting(probs[row], top_k, top_p)
+        assert torch.equal(filtered[row][kept], probs[row][kept])
