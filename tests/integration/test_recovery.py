@@ -74,7 +74,7 @@ def _keep_receivers(llm_of: LlmOf) -> Iterator[None]:
     llm = llm_of("shm")
     receiver = llm.core.payloads.receiver
     yield
-    assert not llm.core.has_requests
+    assert not llm.core.scheduler.has_requests
     llm.core.payloads.receiver = receiver
 
 
@@ -231,7 +231,7 @@ def test_completions_of_media_that_is_missing_end_together(llm_of: LlmOf) -> Non
     restart(llm)
     output = run(llm, "completions")
     assert "is in no cache" in str(output.error)
-    assert not llm.core.has_requests
+    assert not llm.core.scheduler.has_requests
 
 
 def test_a_completion_that_can_not_start_takes_the_others_along(
@@ -251,7 +251,7 @@ def test_a_completion_that_can_not_start_takes_the_others_along(
     monkeypatch.setattr(llm.core, "add_request", add_or_fail)
     output = run(llm, "completions")
     assert "no room for this one" in str(output.error)
-    assert not llm.core.has_requests
+    assert not llm.core.scheduler.has_requests
 
 
 class ForgetfulReceiver(MirrorReceiver):

@@ -89,9 +89,6 @@ class DecodeBuffers:
         """
         columns = get_decode_columns(rows, table, self._block_size)
         arrays = self._make_arrays(columns, table, size)
-        num_blocks = int(columns.index.max(initial=-1)) // self._block_size + 1
-        for group_index, block_ids in enumerate(table.block_ids):
-            arrays[f"tables{group_index}"] = block_ids[columns.rows, :num_blocks]
         arrays |= get_unread_places(rows, range(len(rows)))
         tensors = self._staging.upload(arrays)
         pass_tokens(unread, tensors)
@@ -116,7 +113,10 @@ class DecodeBuffers:
     def _make_arrays(
         self, columns: DecodeColumns, table: RequestTable, size: int
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """Return all arrays of a step but the block tables, padded to `size` requests."""
+        """Return the arrays of a step, padded to `size` requests but for the block tables.
+
+        The block tables come last, because their size changes from step to step.
+        """
         positions = columns.positions if self._has_mrope else columns.index
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": _pad(columns.input_ids, size, 0),
@@ -127,6 +127,9 @@ class DecodeBuffers:
             arrays["is_long"] = _pad(table.is_long[columns.rows], size, 0)
         for index, slots in enumerate(columns.slots):
             arrays[f"slots{index}"] = _pad(slots, size, NO_SLOT)
+        num_blocks = int(columns.index.max(initial=-1)) // self._block_size + 1
+        for index, block_ids in enumerate(table.block_ids):
+            arrays[f"tables{index}"] = block_ids[columns.rows, :num_blocks]
         return arrays
 
 
