@@ -38,6 +38,7 @@ from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
 from sensorium.server.http.app import make_app
 from sensorium.server.http.connections import make_http_protocol
+from sensorium.server.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.shared_files import get_frontend_name, write_as
@@ -53,6 +54,7 @@ from sensorium.server.processes.control import (
     StartFrontend,
     ToFrontend,
 )
+from sensorium.types.checking import check
 from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step
@@ -128,6 +130,9 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
     if options.warmup:
         report_step("warming up")
         warm_up(engine.renderer)  # before the pool starts, so that this process itself is warmed up
+        # The first check of each kind of request prepares for those after it.
+        check({"messages": []}, ChatCompletionRequest)
+        check({"prompt": ""}, CompletionRequest)
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
