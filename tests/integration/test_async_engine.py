@@ -61,7 +61,7 @@ def run(core: LocalCore, test: Test, *, identity: str = "f0-1") -> None:
             await test(engine, perception)
             if engine.is_connected:  # answered after all that was sent before, in full
                 await engine.reset_cache("prefix")
-            await wait_until_async(lambda: not core.core.has_requests)
+            await wait_until_async(lambda: not core.core.scheduler.has_requests)
             await wait_until_async(lambda: get_num_handles(perception) == 0)
             assert engine.get_statistics().num_preparing == 0
             assert engine.get_statistics().num_running == 0
@@ -248,14 +248,15 @@ def test_other_completions_of_one_that_failed_are_not_started(lru_core: LocalCor
     run(core, test)
 
 
-def test_a_core_whose_steps_all_fail_ends(lru_core: LocalCore) -> None:
+@pytest.mark.parametrize("name", ["launch", "finish"])
+def test_a_core_whose_steps_all_fail_ends(lru_core: LocalCore, name: str) -> None:
     core = lru_core
 
     def fail(_: Any) -> Any:
         raise RuntimeError("the device is lost")
 
     async def test(engine: AsyncEngine, _: Perception) -> None:
-        core.core.runner.launch = fail  # type: ignore[method-assign]
+        setattr(core.core.runner, name, fail)
         for _attempt in range(7):
             with pytest.raises(FailedRequestError):
                 await engine.generate([1, 2, 3], GREEDY, request_id="r")
@@ -290,7 +291,7 @@ def test_frontends_share_a_core_and_one_that_ends_takes_its_requests_with_it(
                 output = await task
                 assert len(output.outputs[0].token_ids) == 8
                 assert output.mm_items[0].is_processor_hit
-                await wait_until_async(lambda: not core.core.has_requests)
+                await wait_until_async(lambda: not core.core.scheduler.has_requests)
                 await two.reset_cache("prefix")  # answered when the step before it is over
                 assert not any(entry.done() for entry in tasks)
                 one.disconnect("ended")

@@ -372,18 +372,12 @@ class ModelAdapter:
         """
         function = self._get_encoder(modality)
         names = inspect.signature(function).parameters.keys()
-        # A single item is not copied on its way to a GPU. On a CPU it is, as its memory may be that
-        # of a cache, and a model may change its inputs.
-        is_alone = len(items) == 1 and self.device.type == "cuda"
-        batch = items[0] if is_alone else collate(items)
+        # On a CPU a single item is copied too: a model may change its inputs, which are cached.
+        batch = items[0] if len(items) == 1 and self.device.type == "cuda" else collate(items)
         given = {name: tensor for name, tensor in batch.items() if name in names}
         arguments = {name: self.to_model(tensor) for name, tensor in given.items()}
-        pairs = [
-            (arguments[name], tensor)
-            for name, tensor in given.items()
-            if not tensor.is_floating_point()
-        ]
-        with keep_host_copies(pairs):
+        integers = [name for name, tensor in given.items() if not tensor.is_floating_point()]
+        with keep_host_copies([(arguments[name], given[name]) for name in integers]):
             output = function(**arguments, return_dict=True)
         return self.split(output, items, num_embeds)
 

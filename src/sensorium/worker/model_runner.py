@@ -191,8 +191,10 @@ class ModelRunner:
         next on the device. Steps must be finished in the order in which they were launched.
         """
         self._apply_changes(output)
+        before, self._failed_before = self._failed_before, {}
         failed, encode_s = self._encode(output.scheduled)
-        left_out = self._get_left_out(output.scheduled, failed)
+        self._failed_before = failed
+        left_out = self._get_left_out(output.scheduled, {**before, **failed})
         rows = [
             (entry, self._states[entry.request_id])
             for entry in output.scheduled
@@ -267,8 +269,8 @@ class ModelRunner:
         """Return the requests that can't run in this step, and the error of each by request id.
 
         They need media embeddings that could not be computed, in this step or in the one before,
-        or that are more or fewer than their placeholder tokens. `failed` maps encoder keys to
-        reasons.
+        or that are more or fewer than their placeholder tokens. `failed` has the reasons of both
+        steps by encoder key.
         """
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
@@ -278,7 +280,6 @@ class ModelRunner:
                 state.failure = state.failure or (RequestError(reason) if reason else None)
             if state.failure is not None:
                 left_out[entry.request_id] = state.failure
-        self._failed_before = failed
         return left_out
 
     def _find_missing(
@@ -289,7 +290,7 @@ class ModelRunner:
         features = state.request.mm_features
         for part in get_gather_slices(features, start, start + entry.num_new_tokens):
             key = state.get_encoder_key(part.mm_index)
-            reason = failed.get(key) or self._failed_before.get(key)
+            reason = None if key in self.encoder_cache else failed.get(key)
             reason = reason or self._find_misfit(state, part.mm_index)
             if reason is not None:
                 return reason

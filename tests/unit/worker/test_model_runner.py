@@ -232,3 +232,30 @@ def test_media_that_gives_no_positions_is_the_callers_fault() -> None:
     runner = make_runner(adapter, {"x": {}})
     with pytest.raises(RequestError, match=r"no positions.*the grid is too large"):
         runner.add_request(make_request((1, 2), make_feature("x", 1, 1)))
+
+
+def test_an_item_that_failed_before_may_be_sent_again_whatever_happened_between() -> None:
+    payloads: dict[str, MultiModalKwargsItem] = {"x": {"value": torch.tensor([-1])}}
+    runner = make_runner(payloads=payloads)
+    feature = make_feature("x", 0, 1)
+    encoder_inputs = (EncoderInput(mm_index=0, key="x"),)
+
+    def plan(request_id: str, stopped: tuple[str, ...]) -> SchedulerOutput:
+        request = make_request((9, 4), feature, request_id=request_id)
+        entry = make_scheduled(request_id, 0, 2, block_ids=((1,),), encoder_inputs=encoder_inputs)
+        return SchedulerOutput(
+            scheduled=(entry,),
+            started=(StartedRequest(request=request),),
+            stopped_request_ids=stopped,
+        )
+
+    assert "negative" in execute(runner, plan("a", ())).failed_encodes["x"]
+    run = runner._encoder_runner.run
+    runner._encoder_runner.run = lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(ZeroDivisionError):
+        runner.launch(plan("b", ("a",)))
+    runner._encoder_runner.run = run  # type: ignore[method-assign]
+    payloads["x"] = {"value": torch.tensor([3])}
+    again = execute(runner, plan("c", ("b",)))
+    assert again.failed_requests == {}
+    assert again.sampled_token_ids == {"c": 5}

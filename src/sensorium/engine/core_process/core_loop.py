@@ -201,6 +201,9 @@ class CoreLoop:
         return outputs
 
     def _count_failure(self, outputs: Sequence[EngineCoreOutput]) -> None:
+        """Count steps that failed one after the other. One without outputs says nothing."""
+        if not outputs:
+            return
         errors = [output.error for output in outputs if output.error is not None]
         failures = [error for error in errors if error.kind == FailedRequestError.__name__]
         self._num_failed_steps = self._num_failed_steps + 1 if failures else 0

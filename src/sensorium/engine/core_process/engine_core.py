@@ -101,12 +101,13 @@ class EngineCore:
         self.payloads = payloads
         self._overlap = overlap
         self._under_way: tuple[SchedulerOutput, LaunchedStep] | None = None
+        self._kept: list[EngineCoreOutput] = []  # outputs of a call that was interrupted
         self._num_idle_steps = 0
 
     @property
     def has_requests(self) -> bool:
         """Whether `step` has something to do: there are requests, or a step is under way."""
-        return self.scheduler.has_requests or self._under_way is not None
+        return self.scheduler.has_requests or self._under_way is not None or bool(self._kept)
 
     def add_request(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
         """Accept a request together with its media, and return `None`.
@@ -157,15 +158,21 @@ class EngineCore:
         try:
             launched = self.runner.launch(plan)
         except BaseException as error:
-            outputs = self._finish_last() if isinstance(error, Exception) else []
-            outputs += self._fail(plan, error)
+            outputs = self._take_kept() + self._finish_last()
+            failed = self._fail(plan, error)
             if not isinstance(error, Exception):
+                ended = {output.request_id for output in failed}
+                self._kept = [output for output in outputs if output.request_id not in ended]
                 raise
-            return outputs
-        outputs = self._finish_last((plan, launched))
+            return outputs + failed
+        outputs = self._take_kept() + self._finish_last((plan, launched))
         if not self._overlap or plan.is_empty:
             outputs += self._finish_last()
         return outputs
+
+    def _take_kept(self) -> list[EngineCoreOutput]:
+        kept, self._kept = self._kept, []
+        return kept
 
     def _finish_last(
         self, following: tuple[SchedulerOutput, LaunchedStep] | None = None

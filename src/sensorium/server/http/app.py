@@ -118,8 +118,10 @@ def _make_middleware(
             shares_uuids=options.share_uuids,
         )
         layers.append(keys)
-    # This frontend's share of the limit, rounded up.
-    limit = -(-options.max_concurrent_requests // options.api_server_count)
+    # This frontend's share of the limit, rounded up. Connections are spread unevenly. So if nobody
+    # has asked for several frontends, each of them takes as many requests as a single one would.
+    num_shares = 1 if options.frontends_reason else options.api_server_count
+    limit = -(-options.max_concurrent_requests // num_shares)
     layers.append(Middleware(Admission, paths=COUNTED_PATHS, limit=limit, metrics=metrics))
     return layers
 

@@ -35,7 +35,7 @@ _BATCH_BYTES = 2**16  # of values that are decoded together; larger values are s
 _MAX_DEPTH = 16  # levels that are split
 _STRUCTURE = re.compile(rb'["\[{]')
 
-Buffer = bytes | bytearray
+Buffer = bytes | bytearray | memoryview
 
 
 def decode_json(text: Buffer) -> Any:
@@ -75,7 +75,7 @@ def _decode_all(raws: Iterable[msgspec.Raw], max_depth: int) -> list[Any]:
             values += _decode_batch(batch)
             batch, num_bytes = [], 0
         if length > _BATCH_BYTES:
-            inner = bytes(raw)
+            inner = memoryview(raw)  # not a copy: each level would keep one of all that is inside
             values.append(_decode(inner, _count_values(inner), max_depth))
         else:
             batch.append(bytes(raw))
@@ -94,9 +94,10 @@ def _count_values(text: Buffer) -> int:
     A text with n commas has at most n + 1 values, not counting lists and objects that hold others.
     Commas in strings are counted too.
     """
-    return sum(
-        text.count(b",", start, start + _COUNT_BYTES) for start in range(0, len(text), _COUNT_BYTES)
-    )
+    starts = range(0, len(text), _COUNT_BYTES)
+    if isinstance(text, memoryview):
+        return sum(bytes(text[start : start + _COUNT_BYTES]).count(b",") for start in starts)
+    return sum(text.count(b",", start, start + _COUNT_BYTES) for start in starts)
 
 
 def _is_flat(text: Buffer) -> bool:
