@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
-from sensorium.models.adapter import ModelAdapter, check_num_embeds, collate, gather_arguments
+from sensorium.models.adapter import ModelAdapter
+from sensorium.models.media_batches import check_num_embeds, collate, gather_arguments
 from sensorium.types.families import FAMILIES
 from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.models.adapter import ModelAdapter, _split, collate, find_blocks
+from sensorium.models.adapter import ModelAdapter, find_blocks
 from sensorium.models.loading import load_config, load_model
+from sensorium.models.media_batches import collate, split_output
 from sensorium.models.seams.paged_attention import _paged_attention
 from sensorium.types.errors import ModelError, RequestError
 
@@ -50,19 +51,19 @@ ROWS = torch.arange(12.0).reshape(6, 2)
     ids=["rows", "a batch", "a list", "a padded batch"],
 )
 def test_embeddings_without_parts_are_split_by_their_counts(output: Any) -> None:
-    parts = _split(output, [9, 9], [1, 5])
+    parts = split_output(output, [9, 9], [1, 5])
     assert torch.equal(parts[0], ROWS[:1])
     assert torch.equal(parts[1], ROWS[1:])
 
 
 def test_a_count_that_does_not_fit_the_placeholders_is_refused() -> None:
     with pytest.raises(RequestError, match="gave 6 embeddings for media items that need 5"):
-        _split(SimpleNamespace(pooler_output=ROWS), [1, 1], [2, 3])
+        split_output(SimpleNamespace(pooler_output=ROWS), [1, 1], [2, 3])
 
 
 def test_an_item_of_several_parts_gets_them_all() -> None:
     output = SimpleNamespace(pooler_output=(ROWS[:1], ROWS[1:3], ROWS[3:]))
-    parts = _split(output, [2, 1], [3, 3])
+    parts = split_output(output, [2, 1], [3, 3])
     assert torch.equal(parts[0], ROWS[:3])
     assert torch.equal(parts[1], ROWS[3:])
 
@@ -84,7 +85,7 @@ def test_counts_that_fit_only_together_are_refused(
     output: Any, num_parts: list[int], num_embeds: list[int], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
-        _split(SimpleNamespace(pooler_output=output), num_parts, num_embeds)
+        split_output(SimpleNamespace(pooler_output=output), num_parts, num_embeds)
 
 
 def test_embeddings_replace_tokens_that_need_not_be_in_the_vocabulary(llama: ModelAdapter) -> None:

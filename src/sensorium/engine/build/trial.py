@@ -31,7 +31,8 @@ from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.config import EngineConfig, make_scheduler
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.models.adapter import ModelAdapter, collate
+from sensorium.models.adapter import ModelAdapter
+from sensorium.models.media_batches import collate
 from sensorium.models.whole_model import WholeModel
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
