@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from sensorium import RequestOutput
+from sensorium.worker.graphs import encoder_graphs
 from tests.parity.graph_mistakes import making_graph_mistake
 from tests.parity.reference import GREEDY, Expected, get_differences
 from tests.parity.stress import Stress
@@ -48,6 +50,27 @@ def check_stress(family: str) -> str:
     assert tally.num_preemptions
     assert tally.num_aborted_running
     return str(tally)
+
+
+def check_encoder_graphs(family: str) -> str:
+    """Check that encoders that are replayed from graphs lead to the same tokens.
+
+    Every shape is captured when it first comes. With another salt everything is encoded again.
+    """
+    reference = get_reference(family, torch.float32)
+    llm = make_device_llm(family, torch.float32)
+    graphs: Any = llm.core.runner._graphs.encoders  # type: ignore[attr-defined]
+    if graphs is None:
+        raise UnavailableError(llm.config.graphs)
+    with patch.object(encoder_graphs, "NUM_BEFORE_CAPTURE", 0):
+        for salt in "abc":
+            for entry in reference.expected:
+                prompt: Any = {**entry.prompt, "cache_salt": salt}
+                outputs = llm.generate([prompt], GREEDY, use_tqdm=False)
+                names = get_differences(outputs, [entry])
+                assert not names, f"{salt}: {describe_differences(outputs, [entry])}"
+    assert_nothing_is_left(llm)
+    return f"{len(graphs._captured)} graphs; refused: {sorted(graphs._refused) or 'none'}"
 
 
 def check_graph_mistake(mistake: str) -> str:

@@ -21,7 +21,13 @@ from .check_controls import MISTAKES, check_control
 from .check_fusion import check_compiled_kernels, check_fused_memory
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
-from .check_tokens import SETTINGS, check_float32, check_graph_mistake, check_stress
+from .check_tokens import (
+    SETTINGS,
+    check_encoder_graphs,
+    check_float32,
+    check_graph_mistake,
+    check_stress,
+)
 from .check_trial import check_trial, check_trial_control
 from .setting import WIDE_FAMILIES
 
@@ -43,6 +49,8 @@ def get_checks() -> Iterator[Check]:
                 name=f"float32 tokens/{family}/{setting}",
                 run=partial(check_float32, family, setting),
             )
+    for family in MULTIMODAL_FAMILIES:
+        yield Check(name=f"encoder graphs/{family}", run=partial(check_encoder_graphs, family))
     for family in ("llama", "gemma3", "qwen2_5_vl"):
         yield Check(name=f"float32 stress/{family}", run=partial(check_stress, family))
     for mistake in GRAPH_MISTAKES:

@@ -83,6 +83,7 @@ class AgainRecorder:
 class Recorders:
     decoding: AgainRecorder = field(default_factory=AgainRecorder)
     segments: AgainRecorder = field(default_factory=AgainRecorder)
+    encoders: AgainRecorder = field(default_factory=AgainRecorder)
 
 
 def use_graphs(monkeypatch: pytest.MonkeyPatch, recorders: Recorders | None = None) -> Recorders:
@@ -92,6 +93,7 @@ def use_graphs(monkeypatch: pytest.MonkeyPatch, recorders: Recorders | None = No
         kernels=PlainKernels(),
         recorder=recorders.decoding,
         segment_recorder=recorders.segments,
+        encoder_recorder=recorders.encoders,
     )
     monkeypatch.setattr(building, "find_graph_parts", lambda *_, **__: parts)
     return recorders

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 
 from sensorium.types.scheduling import StepMode
-from tests.parity.cases import FAMILIES, every_second
+from sensorium.worker.graphs import encoder_graphs
+from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES, every_second
 from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
 from tests.parity.graph_parts import use_graphs
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
@@ -29,6 +31,8 @@ _EAGER = {
     "qwen3_vl": {StepMode.EAGER_INPUTS},
     "qwen3_vl_moe": {StepMode.EAGER_INPUTS},
 }
+# What their image encoders compute depends on the pixels: they leave out pictures of zeros.
+_ENCODERS_THAT_LOOK = {"idefics3", "smolvlm"}
 
 
 @pytest.mark.check("graphs")
@@ -85,6 +89,28 @@ def test_preempted_requests_give_the_reference_tokens(
     else:
         pytest.fail("nobody was preempted")
     assert recorders.decoding.num_replays > 0
+
+
+@pytest.mark.check("graphs")
+@pytest.mark.parametrize("family", every_second(MULTIMODAL_FAMILIES, 0))
+def test_replayed_encoders_give_the_reference_tokens(
+    reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorders = use_graphs(monkeypatch)
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    reference = reference_of(family)
+    llm = make_llm(reference.directory)
+    for salt in "ab":  # with another salt everything is encoded again
+        for entry in reference.expected:
+            prompt: Any = {**entry.prompt, "cache_salt": salt}
+            outputs = llm.generate([prompt], GREEDY, use_tqdm=False)
+            assert get_differences(outputs, [entry]) == []
+    num_shapes = len(recorders.encoders.recordings)
+    if family in _ENCODERS_THAT_LOOK:
+        assert num_shapes == 0
+    else:
+        assert recorders.encoders.num_replays >= num_shapes > 0
+    assert_nothing_is_left(llm)
 
 
 @pytest.mark.parametrize("mistake", GRAPH_MISTAKES)

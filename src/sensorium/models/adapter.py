@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,7 @@ from sensorium.models.seams.fusion import Fusion, fuse
 from sensorium.models.seams.packed_encoders import (
     DENSE_ATTENTION,
     PACKED_ATTENTION,
+    HostCopies,
     compute_on_host,
     find_packing_towers,
     keep_host_copies,
@@ -375,15 +376,46 @@ class ModelAdapter:
         numbers that the items have placeholders for; a `RequestError` is raised if the encoder
         returns another number. The items may belong to different requests.
         """
-        function = self._get_encoder(modality)
-        names = inspect.signature(function).parameters.keys()
+        batch = self.make_encoder_batch(modality, items)
+        inputs = self.send_batch(batch)
+        with self.keeping_host_copies(inputs, batch):
+            return self.run_encoder(modality, inputs, items, num_embeds)
+
+    def make_encoder_batch(
+        self, modality: str, items: Sequence[MultiModalKwargsItem]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors that the encoder of a modality gets for media items, on the host."""
+        names = inspect.signature(self._get_encoder(modality)).parameters.keys()
         # On a CPU a single item is copied too: a model may change its inputs, which are cached.
         batch = items[0] if len(items) == 1 and self.device.type == "cuda" else collate(items)
-        given = {name: tensor for name, tensor in batch.items() if name in names}
-        arguments = {name: self.to_model(tensor) for name, tensor in given.items()}
-        integers = [name for name, tensor in given.items() if not tensor.is_floating_point()]
-        with keep_host_copies([(arguments[name], given[name]) for name in integers]):
-            output = function(**arguments, return_dict=True)
+        return {name: tensor for name, tensor in batch.items() if name in names}
+
+    def send_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of an encoder's batch on the model's device."""
+        return {name: self.to_model(tensor) for name, tensor in batch.items()}
+
+    def keeping_host_copies(
+        self, inputs: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
+    ) -> AbstractContextManager[HostCopies]:
+        """Return a context in which encoders know the integers of a batch without reading them.
+
+        `inputs` is the result of `send_batch` for the batch.
+        """
+        integers = [name for name, tensor in batch.items() if not tensor.is_floating_point()]
+        return keep_host_copies([(inputs[name], batch[name]) for name in integers])
+
+    def run_encoder(
+        self,
+        modality: str,
+        inputs: Mapping[str, torch.Tensor],
+        items: Sequence[MultiModalKwargsItem],
+        num_embeds: Sequence[int],
+    ) -> list[torch.Tensor]:
+        """Run the encoder of a modality on inputs that are on the device already.
+
+        See `encode` for the result. It is called within `keeping_host_copies`.
+        """
+        output = self._get_encoder(modality)(**inputs, return_dict=True)
         return self.split(output, items, num_embeds)
 
     def to_model(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.media_batches import check_num_embeds, collate, gather_arguments
+from sensorium.models.media_batches import gather_arguments
 from sensorium.types.families import FAMILIES
 from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
 
@@ -73,25 +74,29 @@ class Gemma4Adapter(ModelAdapter):
 class Qwen2AudioAdapter(ModelAdapter):
     """The adapter of Qwen2-Audio, which has no function of its own that only encodes sounds."""
 
-    def encode(
-        self, _modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Return the embeddings of each sound; audio is the only modality of this model family.
+    def _get_encoder(self, _modality: str) -> Any:
+        return self._encode_sounds
 
-        `num_embeds` are the numbers of embeddings that the sounds must have, or a `RequestError` is
-        raised.
+    def _encode_sounds(
+        self,
+        input_features: torch.Tensor,
+        feature_attention_mask: torch.Tensor,
+        *,
+        return_dict: bool = True,
+    ) -> BaseModelOutputWithPooling:
+        """Encode sounds, as `get_audio_features` does in other model families.
+
+        The result has a list with the embeddings of each sound.
         """
-        tensors = {name: self.to_model(tensor) for name, tensor in collate(items).items()}
+        del return_dict
         tower = self._base.audio_tower
-        features = tensors["input_features"]
-        num_frames = tensors["feature_attention_mask"].sum(-1)
+        num_frames = feature_attention_mask.sum(-1)
         lengths, output_lengths = tower._get_feat_extract_output_lengths(num_frames)
-        check_num_embeds(output_lengths.tolist(), num_embeds)
-        hidden = tower(
-            features, attention_mask=self._make_mask(lengths, (features.shape[-1] - 2) // 2 + 1)
-        ).last_hidden_state
+        mask = self._make_mask(lengths, (input_features.shape[-1] - 2) // 2 + 1)
+        hidden = tower(input_features, attention_mask=mask).last_hidden_state
         embeds = self._base.multi_modal_projector(hidden)
-        return [row[:length] for row, length in zip(embeds, num_embeds, strict=True)]
+        rows = zip(embeds, output_lengths.tolist(), strict=True)
+        return BaseModelOutputWithPooling(pooler_output=[row[:length] for row, length in rows])
 
     def _make_mask(self, lengths: torch.Tensor, size: int) -> torch.Tensor | None:
         """Return an attention mask that hides the padding behind each sound.

@@ -15,6 +15,7 @@ import torch
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import PRECOMPUTED, MultiModalFeatureSpec, MultiModalKwargsItem
+from sensorium.worker.graphs.encoder_graphs import EncoderGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +72,17 @@ class EncoderJob:
 
 
 class EncoderRunner:
-    """A runner of the model's media encoders, which stores the embeddings in a cache."""
+    """A runner of the model's media encoders, which stores the embeddings in a cache.
 
-    def __init__(self, adapter: ModelAdapter, cache: EncoderCache) -> None:
+    Without `graphs` no CUDA graphs are used.
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, cache: EncoderCache, graphs: EncoderGraphs | None = None
+    ) -> None:
         self._adapter = adapter
         self._cache = cache
+        self._encode_items = adapter.encode if graphs is None else graphs.encode
 
     def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
         """Encode media items, and store their embeddings in the cache.
@@ -146,7 +153,7 @@ class EncoderRunner:
         if items[0].keys() == {PRECOMPUTED}:
             pairs = zip(items, num_embeds, strict=True)
             return [self._take_embeds(item[PRECOMPUTED], count) for item, count in pairs]
-        return self._adapter.encode(modality, items, num_embeds)
+        return self._encode_items(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
         """Return a copy of a media item's precomputed embeddings, for the model's dtype and device.

@@ -10,9 +10,9 @@ only a few different lengths.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -30,7 +30,7 @@ _ALIGNMENT = 16  # in bytes, for the kernel's loads
 _TRIAL_LENGTHS = (5, 17, 1, 40)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedLengths:
     """The lengths of the sequences of a packed batch, on the host and on the device.
 
@@ -51,6 +51,14 @@ class PackedLengths:
         """
         lengths = tuple(b - a for a, b in pairwise(host_starts.tolist()))
         return PackedLengths(lengths, starts.to(torch.int32), max(lengths, default=0))
+
+    @cached_property
+    def groups(self) -> Sequence[tuple[int, torch.Tensor]]:
+        """Pairs of a length and the indices of all tokens in sequences of that length.
+
+        They are kept here, because a CUDA graph may read them later.
+        """
+        return _group_by_length(self.lengths, self.starts.device)
 
 
 # A function of queries, keys and values [1, H, N, D], the lengths of the sequences in them, and the
@@ -75,7 +83,7 @@ def attend_in_batches(
     """
     num_heads, num_tokens, head_dim = query.shape[1:]
     output = query.new_empty(num_tokens, num_heads, head_dim)
-    for length, rows in _group_by_length(lengths.lengths, query.device):
+    for length, rows in lengths.groups:
         parts = (
             tensor[0].transpose(0, 1)[rows].view(-1, length, num_heads, head_dim)
             for tensor in (query, key, value)

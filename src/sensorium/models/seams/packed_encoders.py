@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -112,8 +112,12 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(
 # ---- lengths and positions
 
 
-class _Copies:
-    """A lookup of the host's copies of tensors on the device, by the identity of the tensor."""
+class HostCopies:
+    """A lookup of the host's copies of tensors on the device, by the identity of the tensor.
+
+    Equal tensors are sent to the device only once. A CUDA graph can't be captured while a tensor is
+    sent, so an encoder first runs once without one.
+    """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         # `id` of the tensor on the device -> both tensors. That on the device is kept as well,
@@ -121,6 +125,16 @@ class _Copies:
         self._pairs: dict[int, Pair] = {id(pair[0]): pair for pair in pairs}
         # `id` of a tensor with the starts of packed sequences -> the lengths of the sequences
         self.lengths: dict[int, PackedLengths] = {}
+        self._sent: dict[Hashable, torch.Tensor] = {}  # content -> the tensor on the device
+
+    def send(self, on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor on the device that equals one of the host."""
+        content = on_host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        key = (content, on_host.dtype, on_host.shape, device)
+        if key not in self._sent:
+            self._sent[key] = to_device(on_host, device)
+            self.add(self._sent[key], on_host)
+        return self._sent[key]
 
     def add(self, on_device: torch.Tensor, on_host: torch.Tensor) -> None:
         self._pairs[id(on_device)] = (on_device, on_host)
@@ -130,19 +144,20 @@ class _Copies:
         return None if pair is None else pair[1]
 
 
-_current: ContextVar[_Copies | None] = ContextVar("host copies of tensors", default=None)
+_current: ContextVar[HostCopies | None] = ContextVar("host copies of tensors", default=None)
 
 
 @contextmanager
-def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[None]:
+def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[HostCopies]:
     """Make encoders compute lengths and positions from host copies of tensors, inside a `with`.
 
     Each pair is a tensor on the device and the same numbers on the host. So the encoders need not
-    wait for the device. Copies of tensors that are derived from these are added.
+    wait for the device. Copies of tensors that are derived from these are added to the result.
     """
-    token = _current.set(_Copies(pairs))
+    copies = HostCopies(pairs)
+    token = _current.set(copies)
     try:
-        yield
+        yield copies
     finally:
         _current.reset(token)
 
@@ -206,13 +221,11 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _replace(value: Any, copies: _Copies) -> Any:
+def _replace(value: Any, copies: HostCopies) -> Any:
     return copies.find(value) if isinstance(value, torch.Tensor) else value
 
 
-def _send(value: Any, device: torch.device, copies: _Copies) -> Any:
+def _send(value: Any, device: torch.device, copies: HostCopies) -> Any:
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return value
-    sent = to_device(value, device)
-    copies.add(sent, value)
-    return sent
+    return copies.send(value, device)

@@ -18,6 +18,7 @@ from sensorium.types.scheduling import KVCacheGroup
 from sensorium.utils.process import long_work
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers
 from sensorium.worker.graphs.decode_graphs import DecodeGraphs, DecodeKernels, TritonKernels
+from sensorium.worker.graphs.encoder_graphs import EncoderGraphs
 from sensorium.worker.graphs.recorder import CudaRecorder, Recorder
 from sensorium.worker.graphs.segments import SegmentGraphs
 from sensorium.worker.kv_cache import KVCache
@@ -46,12 +47,14 @@ class Graphs:
     """A holder of the CUDA graphs that an engine captured at its start.
 
     `decoding` replays steps in which every request decodes one token, and `segments` replays steps
-    that contain prompt tokens. Each is None if it could not be captured. `words` describes both for
-    logs and status pages, with the reason for a missing one.
+    that contain prompt tokens. Each is None if it could not be captured. `encoders` captures and
+    replays encoders while the engine runs. `words` describes the first two for logs and status
+    pages, with the reason for a missing one.
     """
 
     decoding: DecodeGraphs | None = None  # for steps in which every request decodes
     segments: SegmentGraphs | None = None  # for steps with tokens of prompts
+    encoders: EncoderGraphs | None = None
     words: str = "none"  # a description for people, with the reason if there are none
 
 
@@ -62,13 +65,14 @@ NO_GRAPHS = Graphs()
 class GraphParts:
     """A set of the kernels and recorders with which CUDA graphs are captured.
 
-    `recorder` captures decode steps, `segment_recorder` captures steps that contain prompt tokens.
-    Tests pass replacements that need no GPU.
+    `recorder` captures decode steps, `segment_recorder` captures steps that contain prompt tokens,
+    and `encoder_recorder` captures encoders. Tests pass replacements that need no GPU.
     """
 
     kernels: DecodeKernels
     recorder: Recorder
     segment_recorder: Recorder
+    encoder_recorder: Recorder
 
 
 def find_graph_parts(
@@ -97,6 +101,7 @@ def find_graph_parts(
         kernels=TritonKernels(),
         recorder=CudaRecorder(device),
         segment_recorder=CudaRecorder(device),
+        encoder_recorder=CudaRecorder(device),
     )
 
 
@@ -155,6 +160,7 @@ def build_graphs(
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
+        encoders=EncoderGraphs(adapter, parts.encoder_recorder),
         words=f"decoding {_describe(sizes, no_decoding)}; "
         f"prompts {_describe(token_sizes, no_segments)}",
     )

@@ -68,14 +68,18 @@ class CudaRecorder:
     def record(self, function: Callable[[Break], None]) -> Recording:
         graphs = [torch.cuda.CUDAGraph()]
 
+        def begin(graph: torch.cuda.CUDAGraph) -> None:
+            # What other threads do on the device meanwhile is no error.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
         def break_here(_: int) -> None:
             graphs[-1].capture_end()
             graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool)
+            begin(graphs[-1])
 
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            graphs[0].capture_begin(pool=self._pool)
+            begin(graphs[0])
             try:
                 function(break_here)
             finally:

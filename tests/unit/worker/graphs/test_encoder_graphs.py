@@ -1,0 +1,184 @@
+"""Encoders are captured when a shape comes again, and replayed from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.models.adapter import ModelAdapter
+from sensorium.models.loading import load_config, load_model
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.worker.graphs import encoder_graphs
+from sensorium.worker.graphs.encoder_graphs import NUM_BEFORE_CAPTURE, EncoderGraphs
+from tests.parity.graph_parts import AgainRecorder
+
+PATCH = 3 * 2 * 14 * 14  # numbers in a patch: channels, frames, height, width
+MERGED = 4  # patches per embedding
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model: Callable[[str], str]) -> ModelAdapter:
+    directory = tiny_model("qwen2_5_vl")
+    cpu = torch.device("cpu")
+    return load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
+
+
+@pytest.fixture
+def recorder() -> AgainRecorder:
+    return AgainRecorder()
+
+
+@pytest.fixture
+def graphs(adapter: ModelAdapter, recorder: AgainRecorder) -> EncoderGraphs:
+    return EncoderGraphs(adapter, recorder)
+
+
+def make_item(seed: int, height: int = 4, width: int = 6) -> MultiModalKwargsItem:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(height * width, PATCH, generator=generator),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+    }
+
+
+def count_embeds(items: Sequence[MultiModalKwargsItem]) -> list[int]:
+    return [len(item["pixel_values"]) // MERGED for item in items]
+
+
+@torch.inference_mode()
+def encode(runner: Any, *items: MultiModalKwargsItem) -> list[torch.Tensor]:
+    result: list[torch.Tensor] = runner.encode("image", items, count_embeds(items))
+    return result
+
+
+def assert_encodes(graphs: EncoderGraphs, adapter: ModelAdapter, item: Any) -> None:
+    [found], [expected] = encode(graphs, item), encode(adapter, item)
+    assert torch.equal(found, expected)
+
+
+def test_a_shape_is_captured_when_it_has_come_a_few_times(
+    graphs: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
+) -> None:
+    for seed in range(NUM_BEFORE_CAPTURE):
+        assert_encodes(graphs, adapter, make_item(seed))
+    assert recorder.recordings == []
+    assert_encodes(graphs, adapter, make_item(90))
+    assert len(recorder.recordings) == 1
+    assert recorder.num_replays == 0
+    for seed in (91, 92, 91):
+        assert_encodes(graphs, adapter, make_item(seed))
+    assert recorder.num_replays == 3
+
+
+def test_results_of_earlier_replays_stay_as_they_are(
+    graphs: EncoderGraphs, adapter: ModelAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    results = [encode(graphs, make_item(seed))[0] for seed in range(4)]
+    for seed, result in enumerate(results):
+        assert torch.equal(result, encode(adapter, make_item(seed))[0])
+
+
+def test_pictures_of_equal_size_and_another_grid_have_their_own_graph(
+    graphs: EncoderGraphs,
+    adapter: ModelAdapter,
+    recorder: AgainRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    sides = [(4, 6), (6, 4), (2, 12), (4, 6), (12, 2), (6, 4)]
+    for seed, (height, width) in enumerate(sides):
+        assert_encodes(graphs, adapter, make_item(seed, height, width))
+    assert len(recorder.recordings) == 4
+    assert recorder.num_replays == 2
+
+
+def test_several_items_are_never_replayed(
+    graphs: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    for _ in range(2):
+        assert len(encode(graphs, make_item(1), make_item(2))) == 2
+    assert recorder.recordings == []
+
+
+def test_the_graph_that_was_not_used_for_longest_is_dropped(
+    graphs: EncoderGraphs,
+    adapter: ModelAdapter,
+    recorder: AgainRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr(encoder_graphs, "_MAX_GRAPHS", 2)
+    widths = [2, 4, 2, 6, 2, 4]  # the third shape drops that of width 4
+    for seed, width in enumerate(widths):
+        assert_encodes(graphs, adapter, make_item(seed, 4, width))
+    assert len(recorder.recordings) == 4
+    assert recorder.num_replays == 2
+
+
+def test_shapes_that_come_once_are_forgotten(
+    graphs: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "_MAX_COUNTED", 2)
+    for width in (2, 4, 6, 2, 4, 6, 2):
+        encode(graphs, make_item(1, 2, width))
+    assert recorder.recordings == []
+    assert len(graphs._counts) == 2
+
+
+class _FailingRecorder(AgainRecorder):
+    def record(self, function: Any) -> Any:
+        del function
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class _WrongRecorder(AgainRecorder):
+    def record(self, function: Any) -> Any:
+        recording = super().record(function)
+        recording.replay = lambda *_: None  # type: ignore[method-assign]
+        return recording
+
+
+@pytest.mark.parametrize(
+    ("recorder", "reason"),
+    [(_FailingRecorder(), "not permitted when"), (_WrongRecorder(), "a replay is off by")],
+)
+def test_an_encoder_that_can_not_be_captured_runs_without_graphs(
+    adapter: ModelAdapter,
+    recorder: AgainRecorder,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    graphs = EncoderGraphs(adapter, recorder)
+    with caplog.at_level("INFO"):
+        for seed in range(3):
+            assert_encodes(graphs, adapter, make_item(seed))
+    messages = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
+    assert len(messages) == 1
+    assert messages[0].startswith("the image encoder runs without CUDA graphs")
+
+
+def test_a_bad_item_fails_alone_and_does_not_turn_graphs_off(
+    graphs: EncoderGraphs,
+    adapter: ModelAdapter,
+    recorder: AgainRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    bad = make_item(1)
+    for _ in range(2):
+        with (
+            torch.inference_mode(),
+            pytest.raises(RequestError, match="gave 6 embeddings for media items that need 7"),
+        ):
+            graphs.encode("image", [bad], [7])
+    for seed in range(2):
+        assert_encodes(graphs, adapter, make_item(seed))
+    assert recorder.num_replays == 1
