@@ -31,13 +31,12 @@ from sensorium.models.media_batches import (
 from sensorium.models.probes import PROBE_ATTENTION, KVProbe, MaskProbe
 from sensorium.models.seams.comparing import CausalAttention, get_distance, is_many_roundings
 from sensorium.models.seams.fusion import Fusion, fuse
+from sensorium.models.seams.host_copies import HostCopies, keep_host_copies
 from sensorium.models.seams.packed_encoders import (
     DENSE_ATTENTION,
     PACKED_ATTENTION,
-    HostCopies,
     compute_on_host,
     find_packing_towers,
-    keep_host_copies,
     set_attention,
 )
 from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCall

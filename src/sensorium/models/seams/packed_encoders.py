@@ -8,21 +8,18 @@ pass the lengths. Any other implementation is called in a loop, for which they r
 the device. So ours has "flash" in its name. Only towers that can call it in this way get it. All
 others keep their attention.
 
-2. Lengths and positions. A tower gets the grids of its pictures as a tensor on the device. It
-derives positions, windows and lengths from it with functions of `transformers.vision_utils`. These
-read the tensor back, and so wait for all pending work of the device. But the host had the grids
-before. Inside `keep_host_copies` these functions compute on the host and send their results to the
-device. They are replaced in the Python modules of the towers, under the names that are used there.
-Outside `keep_host_copies` they work as before.
+2. Lengths and positions. A tower derives positions, windows and lengths from the grids of its
+pictures with functions of `transformers.vision_utils`. These read the grids back from the device.
+Inside `host_copies.keep_host_copies` they compute on the host and send their results to the device.
+They are replaced in the Python modules of the towers, under the names that are used there. Outside
+`keep_host_copies` they work as before.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
@@ -33,12 +30,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import get_max_seqlen, is_flash_attention_requested
 
 from sensorium.layers.attention.packed import PackedLengths, choose_packed_kernel
-from sensorium.utils.arrays import to_device
+from sensorium.models.seams.host_copies import HostCopies, get_host_copies
 
 PACKED_ATTENTION = "sensorium_flash_packed"
 # The implementation that ours replaces, and that it uses for calls without lengths.
 DENSE_ATTENTION = "sdpa"
-Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers on the device and on the host
 
 
 # ---- attention
@@ -102,6 +98,17 @@ def _packed_attention(
     return attend(query, key, value, _get_lengths(cu_seq_lens_q), scaling), None
 
 
+def _get_lengths(starts: torch.Tensor) -> PackedLengths:
+    """Return the lengths of packed sequences from the indices at which they start.
+
+    This waits for the device, unless the host has a copy of `starts`.
+    """
+    copies = get_host_copies()
+    if copies is None:
+        return PackedLengths.from_starts(starts, starts.cpu())
+    return copies.get_lengths(starts)
+
+
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, _packed_attention)
 # Without this line Transformers would make no masks, and tokens would attend to padding unnoticed.
 ALL_MASK_ATTENTION_FUNCTIONS.register(
@@ -110,74 +117,6 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(
 
 
 # ---- lengths and positions
-
-
-class HostCopies:
-    """A lookup of the host's copies of tensors on the device, by the identity of the tensor.
-
-    Equal tensors are sent to the device only once. A CUDA graph can't be captured while a tensor is
-    sent, so an encoder first runs once without one.
-    """
-
-    def __init__(self, pairs: Iterable[Pair]) -> None:
-        # `id` of the tensor on the device -> both tensors. That on the device is kept as well,
-        # because Python may reuse the `id` of an object that was freed.
-        self._pairs: dict[int, Pair] = {id(pair[0]): pair for pair in pairs}
-        # `id` of a tensor with the starts of packed sequences -> the lengths of the sequences
-        self.lengths: dict[int, PackedLengths] = {}
-        self._sent: dict[Hashable, torch.Tensor] = {}  # content -> the tensor on the device
-
-    def send(self, on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a tensor on the device that equals one of the host."""
-        content = on_host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        key = (content, on_host.dtype, on_host.shape, device)
-        if key not in self._sent:
-            self._sent[key] = to_device(on_host, device)
-            self.add(self._sent[key], on_host)
-        return self._sent[key]
-
-    def add(self, on_device: torch.Tensor, on_host: torch.Tensor) -> None:
-        self._pairs[id(on_device)] = (on_device, on_host)
-
-    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        pair = self._pairs.get(id(tensor))
-        return None if pair is None else pair[1]
-
-
-_current: ContextVar[HostCopies | None] = ContextVar("host copies of tensors", default=None)
-
-
-@contextmanager
-def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[HostCopies]:
-    """Make encoders compute lengths and positions from host copies of tensors, inside a `with`.
-
-    Each pair is a tensor on the device and the same numbers on the host. So the encoders need not
-    wait for the device. Copies of tensors that are derived from these are added to the result.
-    """
-    copies = HostCopies(pairs)
-    token = _current.set(copies)
-    try:
-        yield copies
-    finally:
-        _current.reset(token)
-
-
-def _get_lengths(starts: torch.Tensor) -> PackedLengths:
-    """Return the lengths of packed sequences from the indices at which they start.
-
-    If the host has no copy of `starts`, this waits for the device. All layers of an encoder need
-    the same lengths, so inside `keep_host_copies` they are computed only once.
-    """
-    copies = _current.get()
-    if copies is None:
-        return PackedLengths.from_starts(starts, starts.cpu())
-    host_starts = copies.find(starts)
-    if host_starts is None:
-        host_starts = starts.cpu()
-        copies.add(starts, host_starts)
-    if id(starts) not in copies.lengths:
-        copies.lengths[id(starts)] = PackedLengths.from_starts(starts, host_starts)
-    return copies.lengths[id(starts)]
 
 
 def compute_on_host(towers: Iterable[PreTrainedModel]) -> None:
@@ -203,7 +142,7 @@ def _derives_from_grids(value: Any) -> bool:
 def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def compute(*arguments: Any, **options: Any) -> Any:
-        copies = _current.get()
+        copies = get_host_copies()
         given = [*arguments, *options.values()]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         if copies is None or any(copies.find(tensor) is None for tensor in tensors):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.seams.packed_encoders import HostCopies
+from sensorium.models.seams.host_copies import HostCopies, following
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.worker.graphs.recorder import Break, Recorder, Recording, find_distance
 
@@ -68,7 +68,7 @@ class EncoderGraphs:
         self._recorder = recorder
         self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._counts: OrderedDict[Hashable, int] = OrderedDict()  # how often a shape has come
-        self._refused: set[str] = set()  # modalities with an encoder that can't be captured
+        self._refused: dict[str, str] = {}  # modality -> why its encoder can't be captured
 
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
@@ -108,26 +108,19 @@ class EncoderGraphs:
         """Return the embeddings of a media item, and capture a graph of its encoder if possible."""
         self._counts.pop(key)  # without a graph, the next attempt comes as late as this one
         adapter = self._adapter
-        batch = adapter.make_encoder_batch(modality, items)
-        inputs = adapter.send_batch(batch)
-        with adapter.keeping_host_copies(inputs, batch) as copies:
-            peak = _PeakMemory(adapter.device)
-            try:
-                with _forbid_waiting(adapter.device):
-                    [expected] = adapter.run_encoder(modality, inputs, items, num_embeds)
-            except Exception as error:  # models raise all kinds of errors
-                [embeds] = adapter.encode(modality, items, num_embeds)
-                # The item is good. So the encoder has to wait for the device.
-                self._refuse(modality, error)
-                return embeds
-            if not peak.has_room_again():
-                return expected
-            try:
-                captured = self._capture(modality, inputs, items, num_embeds, expected, copies)
-            except Exception as error:  # most of them are CUDA's
-                self._refuse(modality, error)
-                return expected
-        distance = find_distance(captured.replay(inputs), expected, adapter.dtype)
+        peak = _PeakMemory(adapter.device)
+        [expected] = adapter.encode(modality, items, num_embeds)
+        if not peak.has_room_again():
+            return expected
+        try:
+            captured = self._capture(modality, items, num_embeds, torch.zeros_like(expected))
+            batch = adapter.make_encoder_batch(modality, items)
+            found = captured.replay(adapter.send_batch(batch))
+        except Exception as error:  # models raise all kinds of errors, and CUDA does
+            logger.debug("capturing the %s encoder failed", modality, exc_info=True)
+            self._refuse(modality, error)
+            return expected
+        distance = find_distance(found, expected, adapter.dtype)
         if distance is not None:
             self._refuse(modality, f"a replay is off by {distance}")
             return expected
@@ -140,32 +133,43 @@ class EncoderGraphs:
     def _capture(
         self,
         modality: str,
-        inputs: Mapping[str, torch.Tensor],
         items: Sequence[MultiModalKwargsItem],
         num_embeds: Sequence[int],
-        expected: torch.Tensor,
-        copies: HostCopies,
+        output: torch.Tensor,
     ) -> _Captured:
-        # Integers stay the same tensors, by which their copies on the host are found. The fixed
-        # memory of the others has no content yet, so a replay can't be right by chance.
-        fixed = {
-            name: torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
-            for name, tensor in inputs.items()
-        }
-        output = torch.zeros_like(expected)
+        """Capture a graph that writes the embeddings of an item like this one to `output`.
 
-        def compute(_: Break) -> None:
-            [embeds] = self._adapter.run_encoder(modality, fixed, items, num_embeds)
-            output.copy_(embeds)
+        Raises an error if the encoder waits for the device.
+        """
+        adapter = self._adapter
+        # A model may change its inputs, and those of the item are cached.
+        item = {name: tensor.clone() for name, tensor in items[0].items()}
+        batch = adapter.make_encoder_batch(modality, [item])
+        inputs = adapter.send_batch(batch)
+        with adapter.keeping_host_copies(inputs, batch) as copies, following(copies):
+            with _forbid_waiting(adapter.device):
+                adapter.run_encoder(modality, inputs, [item], num_embeds)
+            copies.complete()
+            # Integers stay the same tensors, by which their copies on the host are found. The fixed
+            # memory of the others has no content yet, so a replay can't be right by chance.
+            fixed = {
+                name: torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
+                for name, tensor in inputs.items()
+            }
 
-        recording = self._recorder.record(compute)
+            def compute(_: Break) -> None:
+                [embeds] = adapter.run_encoder(modality, fixed, [item], num_embeds)
+                output.copy_(embeds)
+
+            recording = self._recorder.record(compute)
         return _Captured(recording=recording, inputs=fixed, output=output, copies=copies)
 
     def _refuse(self, modality: str, reason: object) -> None:
-        self._refused.add(modality)
+        words = " ".join(str(reason).split())[:300]
+        self._refused[modality] = words
         logger.info(
             "the %s encoder runs without CUDA graphs, because it can't be captured: %s",
-            *(modality, " ".join(str(reason).split())[:300]),
+            *(modality, words),
         )
 
 

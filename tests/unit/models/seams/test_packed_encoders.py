@@ -12,6 +12,7 @@ import sensorium.models  # noqa: F401  (before Transformers' model classes)
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.seams import packed_encoders
+from sensorium.models.seams.host_copies import keep_host_copies
 from sensorium.models.seams.packed_encoders import PACKED_ATTENTION
 
 PACKING_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen2_5_omni")
@@ -101,7 +102,7 @@ def test_a_tower_never_reads_from_its_device(load_tiny: LoadTiny, family: str) -
     grids = torch.cat([item["image_grid_thw"] for item in items])
     on_device = grids.to("meta")
 
-    with torch.inference_mode(), packed_encoders.keep_host_copies([(on_device, grids)]):
+    with torch.inference_mode(), keep_host_copies([(on_device, grids)]):
         output = tower(pixels, grid_thw=on_device)
 
     assert output.pooler_output.device.type == "meta"

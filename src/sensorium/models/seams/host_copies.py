@@ -1,0 +1,191 @@
+"""Knows numbers of the device on the host too, so that encoders need not wait for the device.
+
+An encoder gets grids, lengths and masks as tensors on the device. To know how to go on, it reads
+them back, and so waits for all pending work of the device. But the host had these numbers before.
+Inside `keep_host_copies` they can be looked up.
+
+`following` goes further, for encoders that are captured as a CUDA graph and must never wait. What
+is computed from known numbers alone is computed on the host, and the result is sent to the device.
+This is slower than the plain way, so it is used for captures only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sensorium.layers.attention.packed import PackedLengths
+from sensorium.utils.arrays import to_device
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # the same numbers on the device and on the host
+# Functions that read numbers from the device.
+_READS = {
+    torch.equal,
+    torch.Tensor.__bool__,
+    torch.Tensor.__contains__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__int__,
+    torch.Tensor.cpu,
+    torch.Tensor.equal,
+    torch.Tensor.item,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+}
+_MAKES = {torch.tensor, torch.as_tensor}
+_MOVES = {torch.Tensor.to, torch.Tensor.cuda}
+
+
+class HostCopies:
+    """A lookup of the host's copies of tensors on the device, by the identity of the tensor.
+
+    Equal tensors are sent to the device only once. A tensor can't be sent while a CUDA graph is
+    captured. So an encoder first runs once without a capture.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        # `id` of the tensor on the device -> both tensors. That on the device is kept as well,
+        # because Python may reuse the `id` of an object that was freed.
+        self._pairs: dict[int, Pair] = {id(pair[0]): pair for pair in pairs}
+        # `id` of a tensor with the starts of packed sequences -> the lengths of the sequences
+        self._lengths: dict[int, PackedLengths] = {}
+        self._sent: dict[Hashable, torch.Tensor] = {}  # content -> the tensor on the device
+        self._is_complete = False
+
+    def complete(self) -> None:
+        """From now on, refuse to send tensors that were not sent before."""
+        self._is_complete = True
+
+    def send(self, on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return a tensor on the device that equals one of the host.
+
+        Raises a `RuntimeError` if it had to be sent, but no more tensors may be sent.
+        """
+        content = on_host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        key = (content, on_host.dtype, on_host.shape, device)
+        if key not in self._sent:
+            if self._is_complete:
+                raise RuntimeError("it gets numbers from the host that it did not get before")
+            self._sent[key] = to_device(on_host, device)
+            self.add(self._sent[key], on_host)
+        return self._sent[key]
+
+    def add(self, on_device: torch.Tensor, on_host: torch.Tensor) -> None:
+        self._pairs[id(on_device)] = (on_device, on_host)
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        pair = self._pairs.get(id(tensor))
+        return None if pair is None else pair[1]
+
+    def get_lengths(self, starts: torch.Tensor) -> PackedLengths:
+        """Return the lengths of packed sequences from the indices at which they start.
+
+        If the host has no copy of `starts`, this waits for the device. All layers of an encoder
+        need the same lengths, so they are computed only once.
+        """
+        host_starts = self.find(starts)
+        if host_starts is None:
+            host_starts = starts.cpu()
+            self.add(starts, host_starts)
+        if id(starts) not in self._lengths:
+            self._lengths[id(starts)] = PackedLengths.from_starts(starts, host_starts)
+        return self._lengths[id(starts)]
+
+
+_current: ContextVar[HostCopies | None] = ContextVar("host copies of tensors", default=None)
+
+
+def get_host_copies() -> HostCopies | None:
+    """Return the copies of the innermost `keep_host_copies`, or None outside of any."""
+    return _current.get()
+
+
+@contextmanager
+def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[HostCopies]:
+    """Make encoders compute lengths and positions from host copies of tensors, inside a `with`.
+
+    Each pair is a tensor on the device and the same numbers on the host. So the encoders need not
+    wait for the device. Copies of tensors that are derived from these are added to the result.
+    """
+    copies = HostCopies(pairs)
+    token = _current.set(copies)
+    try:
+        yield copies
+    finally:
+        _current.reset(token)
+
+
+class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, in a `with`)
+    """Compute what depends on known numbers alone on the host, inside a `with`.
+
+    The results are sent to the device and become known too. Results may be tensors of their own
+    where torch would return a view. So a model that writes into such a view computes something
+    else, and its results have to be compared with those of a plain run.
+    """
+
+    def __init__(self, copies: HostCopies) -> None:
+        super().__init__()
+        self._copies = copies
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if func in _MAKES and not given:
+            return self._make(func, args, kwargs)
+        if func in _MOVES and (on_host := self._get(args[0])) is not None:
+            return self._move(func, on_host, args, kwargs)
+        is_on_host = all(tensor.device.type == "cpu" for tensor in given)
+        if is_on_host or any(self._get(tensor) is None for tensor in given):
+            return func(*args, **kwargs)
+        return self._compute(func, args, kwargs, given)
+
+    def _get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the numbers of a tensor on the host, or None if they are only on the device."""
+        return tensor if tensor.device.type == "cpu" else self._copies.find(tensor)
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Make a tensor from Python numbers."""
+        device = torch.device(kwargs.get("device") or "cpu")
+        made = func(*args, **{**kwargs, "device": "cpu"})
+        return made if device.type == "cpu" else self._copies.send(made, device)
+
+    def _move(
+        self, func: Any, on_host: torch.Tensor, args: Any, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return a known tensor on another device, or with another dtype."""
+        tensor, *others = args
+        goal = func(tensor.new_empty(0), *others, **kwargs)  # it is empty, so nothing is copied
+        moved = on_host.to(goal.dtype)
+        return moved if goal.device.type == "cpu" else self._copies.send(moved, goal.device)
+
+    def _compute(
+        self, func: Any, args: Any, kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> Any:
+        """Compute a function of known numbers, of which some are on the device."""
+        if getattr(func, "__name__", "") == "__get__":  # of an attribute, like `shape`
+            return func(*args, **kwargs)
+        host_args, host_kwargs = _map_tensors(self._get, (args, kwargs))
+        result = func(*host_args, **host_kwargs)
+        if func in _READS:
+            return result
+        device = next(tensor.device for tensor in given if tensor.device.type != "cpu")
+        if func is torch.Tensor.__iter__:
+            return iter([self._copies.send(row, device) for row in result])
+        if result is host_args[0]:  # it was changed in place, and is now changed on the device
+            return func(*args, **kwargs)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            return func(*args, **kwargs)  # for example the address of a tensor
+        return _map_tensors(lambda leaf: self._copies.send(leaf, device), result)
+
+
+def _map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """Return nested values in which each tensor is replaced by a function of it."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, values)

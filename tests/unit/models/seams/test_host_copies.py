@@ -1,0 +1,100 @@
+"""Numbers that the host knows are never read from the device.
+
+The device of these tests is torch's "meta": its tensors have no content, so that every attempt to
+read one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from sensorium.models.seams.host_copies import HostCopies, following, keep_host_copies
+
+DEVICE = torch.device("meta")
+GRIDS = torch.tensor([[1, 4, 6], [2, 2, 8]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+
+
+def make_known(copies: HostCopies, on_host: torch.Tensor) -> torch.Tensor:
+    on_device = torch.empty_like(on_host, device=DEVICE)
+    copies.add(on_device, on_host.clone())
+    return on_device
+
+
+def change(grids: torch.Tensor) -> torch.Tensor:
+    grids[0] = 7
+    grids += 1
+    return grids
+
+
+COMPUTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "sizes of a split": lambda grids, _: (grids.prod(-1) // 4).tolist(),
+    "one number": lambda grids, _: [int(grids[1, 0]), grids.max().item(), bool((grids > 0).all())],
+    "a loop": lambda grids, _: [height.item() * width.item() for _, height, width in grids],
+    "indices": lambda _, mask: mask.bool().flatten().nonzero().squeeze(-1),
+    "repeated": lambda grids, _: torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0]),
+    "selected": lambda grids, mask: grids[mask[:, 1].bool()],
+    "joined": lambda grids, mask: torch.cat([grids.flatten(), mask.sum(-1)]).cumsum(0),
+    "several results": lambda grids, _: grids.max(dim=0),
+    "another type": lambda grids, _: grids.to(torch.float32) / 3,
+    "on the host": lambda grids, _: grids.cpu() + 1,
+    "made from numbers": lambda grids, _: torch.tensor(grids.tolist(), device=grids.device),
+    "sent": lambda grids, _: torch.tensor([1, 2, 3]).to(grids.device) * grids,
+    "changed in place": lambda grids, _: change(grids),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTATIONS)
+def test_what_depends_on_known_numbers_alone_is_computed_on_the_host(name: str) -> None:
+    compute = COMPUTATIONS[name]
+    expected = compute(GRIDS.clone(), MASK.clone())
+    copies = HostCopies([])
+    grids, mask = make_known(copies, GRIDS), make_known(copies, MASK)
+    with following(copies):
+        found = compute(grids, mask)
+    if isinstance(found, torch.Tensor) and name != "on the host":
+        assert found.device == DEVICE
+        found = copies.find(found)
+    if name == "several results":
+        found = [copies.find(part) for part in found]
+    if isinstance(expected, list):
+        assert found == expected
+    elif isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert torch.equal(found, expected)
+    else:
+        assert all(map(torch.equal, found, expected))
+
+
+def test_attributes_are_those_of_the_tensor_on_the_device() -> None:
+    copies = HostCopies([])
+    grids = make_known(copies, GRIDS)
+    with following(copies):
+        assert grids.device == DEVICE
+        assert grids.shape == GRIDS.shape
+        assert torch.zeros(3, device=grids.device).device == DEVICE
+
+
+def test_other_numbers_of_the_device_stay_unknown() -> None:
+    copies = HostCopies([])
+    grids, pixels = make_known(copies, GRIDS), torch.empty(2, 3, device=DEVICE)
+    with following(copies):
+        mixed = pixels * grids
+        assert copies.find(mixed) is None
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            mixed.sum().item()
+
+
+def test_equal_tensors_are_sent_once_and_later_none() -> None:
+    with keep_host_copies([]) as copies:
+        sent = copies.send(torch.tensor([1, 2]), DEVICE)
+        assert copies.send(torch.tensor([1, 2]), DEVICE) is sent
+        assert copies.send(torch.tensor([1, 2], dtype=torch.int32), DEVICE) is not sent
+        copies.complete()
+        assert copies.send(torch.tensor([1, 2]), DEVICE) is sent
+        with pytest.raises(RuntimeError, match="numbers from the host that it did not get before"):
+            copies.send(torch.tensor([3]), DEVICE)
