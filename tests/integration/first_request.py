@@ -112,7 +112,7 @@ def main() -> None:
         media=MediaOptions(mm_processor_pool_size=1),
     )
     start = StartFrontend(
-        options=options, index=0, identity="f0-1", listen_fd=-1, socket_dir="/nowhere"
+        options=options, index=0, identity="f0-1", listen_fd=-1, counts_fd=-1, socket_dir="/nowhere"
     )
     from sensorium.server.http.app import make_app
     from sensorium.server.metrics.frontend import FrontendMetrics

@@ -95,7 +95,7 @@ def build(model: str, **options: Any) -> Iterator[FrontendApp]:
     """A frontend as its process builds it, without its process."""
     given = ServeOptions(loading=LoadingOptions(model=model), is_render_only=True, **options)
     start = StartFrontend(
-        options=given, index=0, identity="f0-1", listen_fd=-1, socket_dir="/nowhere"
+        options=given, index=0, identity="f0-1", listen_fd=-1, counts_fd=-1, socket_dir="/nowhere"
     )
     half = build_frontend_app(start)
     try:

@@ -109,8 +109,7 @@ class ServeOptions:
         512,
         least=1,
         metavar="N",
-        help="The most requests at once, in all frontends together. More are refused with 429. If "
-        "the server itself chose several frontends, each of them may have so many.",
+        help="The most requests at once, in all frontends together. More are refused with 429.",
     )
     max_body_mb: int = _option(
         512,

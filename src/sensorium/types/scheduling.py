@@ -78,6 +78,11 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         return not self.scheduled
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the step computes more than the last token of some request."""
+        return bool(self.started) or any(entry.num_new_tokens > 1 for entry in self.scheduled)
+
 
 class StepMode(str, Enum):
     """The way in which a step was computed: with CUDA graphs, or without and for which reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -77,6 +78,19 @@ class Download:
                 self._copies[name] = tensor.clone()  # later work may overwrite the tensor
         if self._event is not None:
             self._event.record()
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait for the tensors for a short time, and return whether they have arrived.
+
+        This keeps a core busy. On a CPU it returns False at once.
+        """
+        if self._event is None:
+            return False
+        deadline = time.perf_counter() + seconds
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            if time.perf_counter() > deadline:
+                return False
+        return True
 
     def read(self) -> dict[str, torch.Tensor]:
         """Wait until the tensors have arrived, and return them."""

@@ -203,6 +203,13 @@ class ModelRunner:
         step = LaunchedStep(failed_encodes=failed, failed_requests=left_out, encode_s=encode_s)
         return self._run(rows, step) if rows else step
 
+    def is_done_within(self, seconds: float, step: LaunchedStep) -> bool:
+        """Wait for the tokens of a step for a short time, and return whether they are there.
+
+        On a CPU it returns False at once, and for a step that chooses no tokens too.
+        """
+        return step.choice is not None and step.choice.sampling.arrives_within(seconds)
+
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Wait until the device has computed a step, and return the results."""
         output = ModelRunnerOutput(

@@ -27,6 +27,7 @@ class FakeRunner:
         self.failure: BaseException | None = None  # of the next launch
         self.late_failure: BaseException | None = None  # of the next results that are read
         self.num_finished = 0
+        self.is_quick = False  # whether results are there as soon as a step is launched
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if self.refusal is not None:
@@ -35,6 +36,9 @@ class FakeRunner:
 
     def forget_request(self, request_id: str) -> None:
         self.known.discard(request_id)
+
+    def is_done_within(self, _seconds: float, _step: SchedulerOutput) -> bool:
+        return self.is_quick
 
     def launch(self, output: SchedulerOutput) -> SchedulerOutput:
         self.steps.append(output)
@@ -260,6 +264,20 @@ def test_a_step_is_launched_before_the_last_one_is_read(
         progress.append((len(runner.steps), runner.num_finished, tokens))
     # The last step is empty: after three tokens there is nothing to compute.
     assert progress == [(1, 0, []), (2, 1, [(1,)]), (3, 2, [(1,)]), (4, 4, [(1,)])]
+    check_idle(overlapped, runner)
+
+
+def test_a_first_token_that_is_there_at_once_is_not_kept_back(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    runner.is_quick = True
+    add(overlapped, make_request("a", max_tokens=3))
+    progress = []
+    while overlapped.has_requests:
+        tokens = [output.new_token_ids for output in overlapped.step()]
+        progress.append((len(runner.steps), runner.num_finished, tokens))
+    # Only the step with the prompt was finished before the next one was launched.
+    assert progress == [(1, 1, [(1,)]), (2, 1, []), (3, 2, [(1,)]), (4, 4, [(1,)])]
     check_idle(overlapped, runner)
 
 

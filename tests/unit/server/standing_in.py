@@ -233,7 +233,6 @@ class StandInOptions:
     model_names: tuple[str, ...] = ("tiny", "org/tiny")
     api_key: tuple[str, ...] = ()
     api_server_count: int = 1
-    frontends_reason: str = ""
     max_concurrent_requests: int = 64
     max_body_mb: int = 64
     max_n: int = 128

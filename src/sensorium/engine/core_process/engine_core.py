@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no request can ever run
+_FIRST_TOKEN_S = 0.0005  # how long a first token is awaited before the next step is launched
 
 
 class PayloadStore(Mapping[str, MultiModalKwargsItem]):
@@ -166,7 +167,10 @@ class EngineCore:
                 raise
             return outputs + failed
         outputs = self._take_kept() + self._finish_last((plan, launched))
-        if not self._overlap or plan.is_empty:
+        # To launch the next step takes longer than a short prompt needs on the device after its own
+        # launch. So a first token is awaited for a moment, in which the device has work anyway.
+        is_short = plan.has_prompts and self.runner.is_done_within(_FIRST_TOKEN_S, launched)
+        if not self._overlap or plan.is_empty or is_short:
             outputs += self._finish_last()
         return outputs
 

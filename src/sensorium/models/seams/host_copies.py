@@ -38,7 +38,7 @@ _READS = {
     torch.Tensor.numpy,
     torch.Tensor.tolist,
 }
-_MAKES = {torch.tensor, torch.as_tensor}
+_MAKES = {torch.arange, torch.as_tensor, torch.tensor}
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda}
 
 
@@ -67,7 +67,7 @@ class HostCopies:
 
         Raises a `RuntimeError` if it had to be sent, but no more tensors may be sent.
         """
-        content = on_host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        content = _flatten(on_host).view(torch.uint8).numpy().tobytes()
         key = (content, on_host.dtype, on_host.shape, device)
         if key not in self._sent:
             if self._is_complete:
@@ -142,6 +142,8 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
             return self._make(func, args, kwargs)
         if func in _MOVES and (on_host := self._get(args[0])) is not None:
             return self._move(func, on_host, args, kwargs)
+        if func is torch.Tensor.__getitem__:
+            args = (args[0], self._count_true(args[1]))
         is_on_host = all(tensor.device.type == "cpu" for tensor in given)
         if is_on_host or any(self._get(tensor) is None for tensor in given):
             return func(*args, **kwargs)
@@ -152,10 +154,27 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
         return tensor if tensor.device.type == "cpu" else self._copies.find(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Make a tensor from Python numbers."""
+        """Make a tensor from Python's numbers."""
         device = torch.device(kwargs.get("device") or "cpu")
         made = func(*args, **{**kwargs, "device": "cpu"})
         return made if device.type == "cpu" else self._copies.send(made, device)
+
+    def _count_true(self, index: Any) -> Any:
+        """Return an index in which known masks are replaced by the places where they are true.
+
+        With a mask on the device, torch would have to wait to know how many places there are.
+        """
+        parts = index if isinstance(index, tuple) else (index,)
+        result: list[Any] = []
+        for part in parts:
+            is_mask = isinstance(part, torch.Tensor) and part.dtype == torch.bool
+            on_host = self._get(part) if is_mask and part.device.type != "cpu" else None
+            if on_host is None:
+                result.append(part)
+                continue
+            places = on_host.nonzero(as_tuple=True)
+            result += [self._copies.send(place, part.device) for place in places]
+        return tuple(result)
 
     def _move(
         self, func: Any, on_host: torch.Tensor, args: Any, kwargs: dict[str, Any]
@@ -184,6 +203,11 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             return func(*args, **kwargs)  # for example the address of a tensor
         return _map_tensors(lambda leaf: self._copies.send(leaf, device), result)
+
+
+def _flatten(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a tensor with one dimension."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1)
 
 
 def _map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:

@@ -30,6 +30,7 @@ from sensorium.server.http.middleware import (
     WARNING_HEADER,
     Admission,
     ErrorBoundary,
+    RequestCount,
     RequestTracking,
 )
 from sensorium.server.http.routes import COUNTED_PATHS, make_routes
@@ -46,11 +47,14 @@ def make_app(
     metrics: FrontendMetrics,
     *,
     answers: AnswerFormat = PLAIN,
+    count: RequestCount | None = None,
 ) -> Starlette:
     """Return the ASGI application that serves this engine over HTTP.
 
-    `answers` is the format in which the model writes its reasoning and its tool calls.
+    `answers` is the format in which the model writes its reasoning and its tool calls. `count` has
+    the requests of all frontends; without it this frontend is the only one.
     """
+    count = RequestCount([0.0]) if count is None else count
     context = Context(
         engine=engine,
         answers=answers,
@@ -72,7 +76,7 @@ def make_app(
     app = Starlette(
         routes=make_routes(context),
         lifespan=lifespan,
-        middleware=_make_middleware(options, metrics, context.failures),
+        middleware=_make_middleware(options, metrics, context.failures, count),
         exception_handlers={HTTPException: _answer_http_exception},  # type: ignore[dict-item]
     )
     app.router.redirect_slashes = False
@@ -91,7 +95,7 @@ def _get_body_limits(options: ServeOptions) -> BodyLimits:
 
 
 def _make_middleware(
-    options: ServeOptions, metrics: FrontendMetrics, failures: FailureLog
+    options: ServeOptions, metrics: FrontendMetrics, failures: FailureLog, count: RequestCount
 ) -> list[Middleware]:
     layers = [Middleware(RequestTracking, metrics=metrics)]
     if options.allowed_origins:
@@ -118,12 +122,14 @@ def _make_middleware(
             shares_uuids=options.share_uuids,
         )
         layers.append(keys)
-    # This frontend's share of the limit, rounded up. Connections are spread unevenly. So if nobody
-    # has asked for several frontends, each of them takes as many requests as a single one would.
-    num_shares = 1 if options.frontends_reason else options.api_server_count
-    limit = -(-options.max_concurrent_requests // num_shares)
-    layers.append(Middleware(Admission, paths=COUNTED_PATHS, limit=limit, metrics=metrics))
-    return layers
+    admission = Middleware(
+        Admission,
+        paths=COUNTED_PATHS,
+        limit=options.max_concurrent_requests,
+        count=count,
+        metrics=metrics,
+    )
+    return [*layers, admission]
 
 
 async def _answer_http_exception(request: Request, error: HTTPException) -> Response:

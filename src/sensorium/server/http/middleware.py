@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, MutableSequence
 from contextlib import ExitStack, contextmanager
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -111,22 +111,53 @@ class ErrorBoundary:
             await answer.make_response()(scope, receive, send)
 
 
+class RequestCount:
+    """The number of requests that all frontends of a server serve at present.
+
+    `numbers` has one for each frontend, in memory that they share. Each frontend changes only its
+    own, at `index`. A limit for each frontend would not do, because connections are spread unevenly
+    among them.
+    """
+
+    def __init__(self, numbers: MutableSequence[float] | memoryview[float], index: int = 0) -> None:
+        self._numbers = numbers
+        self._index = index
+
+    def add(self, number: int) -> None:
+        """Change the number of requests of this frontend."""
+        self._numbers[self._index] += number
+
+    @property
+    def total(self) -> int:
+        """The number of requests of all frontends.
+
+        Others may change theirs meanwhile. So together they may admit a few more than the limit.
+        """
+        return int(sum(self._numbers))
+
+
 class Admission:
     """ASGI middleware that limits how many POST requests to `paths` are served at once.
 
     A request counts from the moment when its handler calls `request.state.admit()` until its end.
-    If `limit` requests are being served, that call raises an `ApiError` with the status 429. All
-    requests must run on one event loop.
+    If all frontends together serve `limit` requests, that call raises an `ApiError` with the status
+    429. All requests must run on one event loop.
     """
 
     def __init__(
-        self, app: ASGIApp, *, paths: Container[str], limit: int, metrics: FrontendMetrics
+        self,
+        app: ASGIApp,
+        *,
+        paths: Container[str],
+        limit: int,
+        count: RequestCount,
+        metrics: FrontendMetrics,
     ) -> None:
         self._app = app
         self._paths = paths  # the routes that are limited
         self._limit = limit
+        self._count = count
         self._metrics = metrics
-        self._num_admitted = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_generating = scope["type"] == "http" and scope["path"] in self._paths
@@ -141,14 +172,14 @@ class Admission:
     @contextmanager
     def _admit(self) -> Iterator[None]:
         self._check()
-        self._num_admitted += 1
+        self._count.add(1)
         try:
             yield
         finally:
-            self._num_admitted -= 1
+            self._count.add(-1)
 
     def _check(self) -> None:
-        if self._num_admitted >= self._limit:
+        if self._count.total >= self._limit:
             raise ApiError(
                 f"Too many concurrent requests (limit {self._limit}). Retry later.",
                 status=429,

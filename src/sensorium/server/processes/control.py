@@ -70,13 +70,15 @@ class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The parent's first message to a frontend: its options and shared resources.
 
     The file descriptors are inherited from the parent. `shm_fd` is memory for media; it is `None`
-    if the processes share none.
+    if the processes share none. `counts_fd` is a page in which each frontend writes at its index
+    how many requests it serves.
     """
 
     options: ServeOptions
     index: int  # of the frontend in its server, from 0
     identity: str  # no other frontend ever gets the same
     listen_fd: int  # a TCP socket that is bound
+    counts_fd: int
     socket_dir: str
     shm_fd: int | None = None
 

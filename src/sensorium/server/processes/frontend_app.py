@@ -38,6 +38,7 @@ from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
 from sensorium.server.http.app import make_app
 from sensorium.server.http.connections import make_http_protocol
+from sensorium.server.http.middleware import RequestCount
 from sensorium.server.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
@@ -54,6 +55,7 @@ from sensorium.server.processes.control import (
     StartFrontend,
     ToFrontend,
 )
+from sensorium.server.processes.shared_resources import SharedNumbers
 from sensorium.types.checking import check
 from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
@@ -210,9 +212,15 @@ async def _serve(
         if perception.pool is not None:
             perception.pool.start()  # if it was not; until it is ready, this process does its work
 
-    config = make_config(
-        options, SyncBeforeEnd(make_app(engine, options, metrics, answers=app.answers), sync)
+    counts = SharedNumbers.attach(start.counts_fd).values[: options.api_server_count]
+    application = make_app(
+        engine,
+        options,
+        metrics,
+        answers=app.answers,
+        count=RequestCount(counts, start.index),
     )
+    config = make_config(options, SyncBeforeEnd(application, sync))
     config.load()  # early, while the core still loads
     server = _Server(config, on_started)
     try:

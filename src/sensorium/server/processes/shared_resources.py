@@ -1,13 +1,14 @@
 """Makes the resources that the parent owns and all processes of a server share.
 
-These are a port, a private directory, memory for media and metrics, and the pulse of the core: a
-page in which the core writes when it last made progress.
+These are a port, a private directory, memory for media and metrics, a page with the numbers of
+requests that the frontends serve, and the pulse of the core: a page in which the core writes when
+it last made progress.
 
 To the kernel a process is alive even if it is stopped, or waits for a device that never answers. So
 the thread that computes writes the time in every round of its loop and before every block of the
 model. A long step on a slow machine goes on writing, and a thread that hangs does not, whatever
-other threads do. The page is anonymous memory (`memfd_create`), reserved when it is made; the core
-inherits its descriptor.
+other threads do. Pages are anonymous memory (`memfd_create`), reserved when they are made; children
+inherit their descriptors.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sensorium.types.errors import RequestError
 # A socket's path has 107 characters at most (man 7 unix); its name needs some of them.
 _MAX_DIRECTORY_LENGTH = 80
 _SHORT_DIRECTORY = "/tmp"
-_PULSE_BYTES = mmap.PAGESIZE
+_PAGE_BYTES = mmap.PAGESIZE
 _BEAT, _LONG_WORK = 0, 1  # places in the page, in units of 8 bytes
 # How many intervals the time between two checks by the parent counts as silence at most. If the
 # parent itself was delayed, with the whole machine or container, it has not watched all that time.
@@ -55,6 +56,7 @@ class SharedResources:
     url: str
     shm_fd: int | None  # memory for media, if the processes share any
     pulse: Pulse
+    request_counts: SharedNumbers  # how many requests each frontend serves, by its index
     directory: Path  # for sockets; only its owner can read it
     metrics_directory: Path  # in which all processes write their metrics
 
@@ -73,6 +75,7 @@ def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
         if shm_fd is not None:
             stack.callback(os.close, shm_fd)
         pulse = stack.enter_context(closing(Pulse.create()))
+        request_counts = stack.enter_context(closing(SharedNumbers.create()))
         try:
             directory = _make_directory()
             stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -89,6 +92,7 @@ def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
             url=f"http://{host}:{listener.getsockname()[1]}",
             shm_fd=shm_fd,
             pulse=pulse,
+            request_counts=request_counts,
             directory=directory,
             metrics_directory=directory / "metrics",
         )
@@ -165,11 +169,10 @@ class Sign:
     is_long_work: bool  # it has announced work that gives no signs of life
 
 
-class Pulse:
-    """A page of shared memory in which the core writes its signs of life for the parent.
+class SharedNumbers:
+    """A page of shared memory with floating-point numbers, which are 0 at first.
 
-    With them the parent notices a core that hangs. Each process has a `Pulse` of its own for the
-    same page.
+    Each process has an object of its own for the same page. `values` has the numbers.
     """
 
     def __init__(self, fd: int) -> None:
@@ -178,20 +181,55 @@ class Pulse:
         Callers use `create` or `attach` instead.
         """
         self.fd = fd
-        self._map = mmap.mmap(fd, _PULSE_BYTES)
+        self._map = mmap.mmap(fd, _PAGE_BYTES)
         # Aligned stores of 8 bytes: a reader never sees half a number.
-        self._values = memoryview(self._map).cast("d")
+        self.values = memoryview(self._map).cast("d")
 
     @classmethod
-    def create(cls) -> Pulse:
-        """Create a new page of shared memory, and return a `Pulse` for it."""
-        fd = os.memfd_create("sensorium-pulse", os.MFD_CLOEXEC)
+    def create(cls) -> SharedNumbers:
+        """Create a new page of shared memory."""
+        fd = os.memfd_create("sensorium-numbers", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(fd, 0, _PULSE_BYTES)
+            os.posix_fallocate(fd, 0, _PAGE_BYTES)
             return cls(fd)
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def attach(cls, fd: int) -> SharedNumbers:
+        """Return an object for a page that another process has created.
+
+        `fd` is the inherited descriptor of the page. It is duplicated, so the caller still has to
+        close it.
+        """
+        return cls(os.dup(fd))
+
+    def close(self) -> None:
+        """Unmap the page and close this descriptor of it.
+
+        The page still exists for other processes.
+        """
+        self.values.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+class Pulse:
+    """The signs of life that the core writes into shared memory for the parent.
+
+    With them the parent notices a core that hangs. Each process has a `Pulse` of its own for the
+    same page.
+    """
+
+    def __init__(self, numbers: SharedNumbers) -> None:
+        self._numbers = numbers
+        self._values = numbers.values
+
+    @classmethod
+    def create(cls) -> Pulse:
+        """Create a new page of shared memory, and return a `Pulse` for it."""
+        return cls(SharedNumbers.create())
 
     @classmethod
     def attach(cls, fd: int) -> Pulse:
@@ -200,7 +238,11 @@ class Pulse:
         `fd` is the inherited descriptor of the page. It is duplicated, so the caller still has to
         close it.
         """
-        return cls(os.dup(fd))
+        return cls(SharedNumbers.attach(fd))
+
+    @property
+    def fd(self) -> int:
+        return self._numbers.fd
 
     def beat(self) -> None:
         """Write the current time into the page, as the sign that the core makes progress."""
@@ -224,13 +266,8 @@ class Pulse:
         return Sign(beat=self._values[_BEAT], is_long_work=bool(self._values[_LONG_WORK]))
 
     def close(self) -> None:
-        """Unmap the page and close this descriptor of it.
-
-        The page still exists for other processes.
-        """
-        self._values.release()
-        self._map.close()
-        os.close(self.fd)
+        """Unmap the page and close this descriptor of it."""
+        self._numbers.close()
 
 
 def get_look_interval(limit_s: float) -> float:

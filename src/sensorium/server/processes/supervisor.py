@@ -218,7 +218,8 @@ class Supervisor:
         )
         self._shared.pulse.clear()
         command = self._commands.core
-        self._core = core = await self._spawn(CORE, command, start, start.pulse_fd)
+        inherited_fds = () if start.pulse_fd is None else (start.pulse_fd,)
+        self._core = core = await self._spawn(CORE, command, start, inherited_fds)
         watch = asyncio.create_task(self._watch_core(core))
 
         def forget() -> None:
@@ -269,11 +270,13 @@ class Supervisor:
             index=index,
             identity=identity,
             listen_fd=self._shared.listener.fileno(),
+            counts_fd=self._shared.request_counts.fd,
             socket_dir=str(self._shared.directory),
             shm_fd=self._shared.shm_fd,
         )
         name = get_frontend_name(index)
-        frontend = await self._spawn(name, self._commands.frontend, start, start.listen_fd)
+        inherited_fds = (start.listen_fd, start.counts_fd)
+        frontend = await self._spawn(name, self._commands.frontend, start, inherited_fds)
         self._frontends[identity] = frontend
         if self._core_info is not None:
             frontend.send(CoreUp(self._core_info))
@@ -291,21 +294,24 @@ class Supervisor:
                 self._serving.add(identity)
                 self._on_serving(name, message)
 
-        return await self._follow(frontend, handle, forget)
+        end = await self._follow(frontend, handle, forget)
+        self._shared.request_counts.values[index] = 0.0  # its requests have ended with it
+        return end
 
     async def _spawn(
         self,
         name: str,
         command: Sequence[str],
         start: StartCore | StartFrontend,
-        inherited_fd: int | None,
+        inherited_fds: Sequence[int],
     ) -> ChildProcess:
         """Start a child process, and send it the message `start`.
 
-        The child inherits the descriptor of the shared memory, if there is any, and `inherited_fd`,
-        if that is not `None`. If the server is already stopping, the child is killed at once.
+        The child inherits `inherited_fds`, and the descriptor of the shared memory if there is any.
+        If the server is already stopping, the child is killed at once.
         """
-        inherited_fds = [fd for fd in (self._shared.shm_fd, inherited_fd) if fd is not None]
+        if self._shared.shm_fd is not None:
+            inherited_fds = (*inherited_fds, self._shared.shm_fd)
         # The directory of the metrics is in the environment, where `use_directory` has put it.
         environment = os.environ | {"PYTHONPATH": self._python_path}
         child = await ChildProcess.spawn(

@@ -72,6 +72,10 @@ class Sampling:
         self._has_logprobs = bool(logprobs)
         self._download = Download({"token_ids": token_ids, **logprobs})
 
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait for the tokens for a short time, and return whether they have arrived."""
+        return self._download.arrives_within(seconds)
+
     def read(self) -> SamplerOutput:
         """Wait until the device has chosen the tokens, and return them."""
         tensors = self._download.read()

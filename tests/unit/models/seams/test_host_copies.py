@@ -44,6 +44,10 @@ COMPUTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "on the host": lambda grids, _: grids.cpu() + 1,
     "made from numbers": lambda grids, _: torch.tensor(grids.tolist(), device=grids.device),
     "sent": lambda grids, _: torch.tensor([1, 2, 3]).to(grids.device) * grids,
+    "counted": lambda grids, mask: (
+        (torch.arange(4, device=grids.device) < mask.sum(-1)[:, None]).all(-1).tolist()
+    ),
+    "a row of a column": lambda grids, _: grids[:, 1:2][1:],
     "changed in place": lambda grids, _: change(grids),
 }
 
@@ -87,6 +91,16 @@ def test_other_numbers_of_the_device_stay_unknown() -> None:
         assert copies.find(mixed) is None
         with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
             mixed.sum().item()
+
+
+def test_what_a_known_mask_selects_is_counted_on_the_host() -> None:
+    copies = HostCopies([])
+    mask, sound = make_known(copies, MASK), torch.empty(2, 4, 5, device=DEVICE)
+    with following(copies):
+        assert sound[mask.bool()].shape == (4, 5)
+        assert sound[0, mask[1].bool()].shape == (1, 5)
+        assert sound[:, mask[0].bool(), 1].shape == (2, 3)
+        assert sound[0].shape == (4, 5)
 
 
 def test_equal_tensors_are_sent_once_and_later_none() -> None:

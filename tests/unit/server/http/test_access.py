@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from sensorium.server.http.middleware import RequestCount
 from tests.support.waiting import wait_until
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 
@@ -119,13 +120,19 @@ def test_a_streamed_answer_carries_the_id(server: RunningServer) -> None:
     assert response.headers["content-type"].startswith("text/event-stream")
 
 
-@pytest.mark.parametrize(
-    ("limit", "num_frontends", "share"), [(2, 1, 2), (3, 2, 2), (10, 4, 3), (1, 3, 1)]
-)
-def test_requests_over_the_limit_are_told_to_come_again(
-    limit: int, num_frontends: int, share: int
-) -> None:
-    """The limit of a frontend is its share of the server's limit, rounded up."""
+def test_the_requests_of_all_frontends_count() -> None:
+    numbers = [0.0, 0.0]
+    first, second = RequestCount(numbers, 0), RequestCount(numbers, 1)
+    first.add(1)
+    second.add(1)
+    second.add(1)
+    assert (first.total, second.total) == (3, 3)
+    second.add(-1)
+    assert (first.total, numbers) == (2, [1.0, 1.0])
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_requests_over_the_limit_are_told_to_come_again(limit: int) -> None:
     gate = threading.Event()
 
     async def wait(_: Any) -> None:
@@ -134,15 +141,15 @@ def test_requests_over_the_limit_are_told_to_come_again(
 
     engine = ScriptedEngine(prepare=wait)
     answers: list[int] = []
-    with serve(engine, max_concurrent_requests=limit, api_server_count=num_frontends) as running:
+    with serve(engine, max_concurrent_requests=limit) as running:
         threads = [
             threading.Thread(target=lambda: answers.append(running.chat().status_code))
-            for _ in range(share)
+            for _ in range(limit)
         ]
         for thread in threads:
             thread.start()
-        wait_until(lambda: engine.num_open == share, "the requests do not start")
-        assert get(running, "/load").json() == {"server_load": share}
+        wait_until(lambda: engine.num_open == limit, "the requests do not start")
+        assert get(running, "/load").json() == {"server_load": limit}
         refused = running.complete()
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -151,6 +158,6 @@ def test_requests_over_the_limit_are_told_to_come_again(
         gate.set()
         for thread in threads:
             thread.join(60)
-        assert answers == [200] * share
+        assert answers == [200] * limit
         assert running.complete().status_code == 200
         assert get(running, "/load").json() == {"server_load": 0}

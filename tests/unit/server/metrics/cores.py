@@ -31,6 +31,9 @@ class IdleRunner:
 
     def forget_request(self, request_id: str) -> None: ...
 
+    def is_done_within(self, _seconds: float, _step: SchedulerOutput) -> bool:
+        return False
+
     def launch(self, output: SchedulerOutput) -> SchedulerOutput:
         return output
 

@@ -44,7 +44,7 @@ INFO = CoreInfo(
 )
 START_CORE = StartCore(options=OPTIONS, socket_dir="/d", life=2, shm_fd=7)
 START_FRONTEND = StartFrontend(
-    options=OPTIONS, index=0, identity="f0-1", listen_fd=3, socket_dir="/d"
+    options=OPTIONS, index=0, identity="f0-1", listen_fd=3, counts_fd=4, socket_dir="/d"
 )
 
 
