@@ -202,7 +202,11 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
             return func(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             return func(*args, **kwargs)  # for example the address of a tensor
-        return _map_tensors(lambda leaf: self._copies.send(leaf, device), result)
+        return _map_tensors(
+            # A function that is given a device may return a tensor there.
+            lambda leaf: self._copies.send(leaf, device) if leaf.device.type == "cpu" else leaf,
+            result,
+        )
 
 
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:

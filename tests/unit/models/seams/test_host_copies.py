@@ -93,6 +93,14 @@ def test_other_numbers_of_the_device_stay_unknown() -> None:
             mixed.sum().item()
 
 
+def test_what_a_function_makes_on_the_device_stays_there() -> None:
+    copies = HostCopies([])
+    grids = make_known(copies, GRIDS)
+    with following(copies):
+        made = torch.zeros_like(grids, device=grids.device)
+    assert made.device == DEVICE
+
+
 def test_what_a_known_mask_selects_is_counted_on_the_host() -> None:
     copies = HostCopies([])
     mask, sound = make_known(copies, MASK), torch.empty(2, 4, 5, device=DEVICE)
