@@ -7,9 +7,11 @@ sizes of an engine.
 
 from __future__ import annotations
 
+import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,7 +80,7 @@ class CudaRecorder:
             begin(graphs[-1])
 
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        with pause_garbage_collection(), torch.cuda.stream(self._stream):
             begin(graphs[0])
             try:
                 function(break_here)
@@ -86,6 +88,22 @@ class CudaRecorder:
                 graphs[-1].capture_end()
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return _CudaRecording(graphs)
+
+
+@contextmanager
+def pause_garbage_collection() -> Iterator[None]:
+    """Let Python free no objects in reference cycles, inside a `with`.
+
+    Such an object may hold a CUDA graph. CUDA does not allow to destroy a graph while another one
+    is captured, and the capture would fail.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.worker.graphs import encoder_graphs
 from sensorium.worker.graphs.encoder_graphs import NUM_BEFORE_CAPTURE, EncoderGraphs
+from sensorium.worker.graphs.recorder import pause_garbage_collection
 from tests.parity.graph_parts import AgainRecorder
 
 PATCH = 3 * 2 * 14 * 14  # numbers in a patch: channels, frames, height, width
@@ -182,3 +185,15 @@ def test_a_bad_item_fails_alone_and_does_not_turn_graphs_off(
     for seed in range(2):
         assert_encodes(graphs, adapter, make_item(seed))
     assert recorder.num_replays == 1
+
+
+def test_python_frees_nothing_while_a_graph_is_captured() -> None:
+    assert gc.isenabled()
+    with pause_garbage_collection():
+        assert not gc.isenabled()
+        with pause_garbage_collection():
+            pass
+        assert not gc.isenabled()
+    with suppress(KeyError), pause_garbage_collection():
+        raise KeyError
+    assert gc.isenabled()
