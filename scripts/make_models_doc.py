@@ -75,8 +75,8 @@ logits compared stage by stage, then greedy tokens: alone, staggered with budget
 tokens, with cached prefixes and encoder outputs, with a full encoder cache and preempted; and once
 more with steps that are replayed from fixed memory, as CUDA graphs are. They are also sampled under
 neighbours, and put under a random stress. `make test` compares stage by stage, alone and at the end
-of a sequence for every family, and takes the other tests and their settings in turns. Where a
-column is empty, another family stands for this one. `make test-slow` runs all families with all
+of a sequence for every family, and runs the other tests for some families and settings only. Where
+a column is empty, another family stands for this one. `make test-slow` runs all families with all
 settings. *Controls* are deliberate mistakes that must change tokens.
 """
 

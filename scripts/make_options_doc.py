@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -64,7 +65,11 @@ def _make_row(each: Option) -> list[str]:
         default += f" (`{each.flag} {each.describe_default(SERVERS[0])}`)"
     repeated = " May be repeated." if each.kind == "texts" else ""
     rule = "" if each.kind in ("switch", "text", "file", "texts", "names") else each.rule
-    rule = each.rule if each.choices else rule
+    if each.choices:
+        named = set(re.findall(r"\w+", each.help))
+        rule = "" if named.issuperset(each.choices) else each.rule
+    if each.metavar == "SECONDS":
+        rule = rule.replace("a number", "a number of seconds", 1)
     bounds = f" It must be {rule}." if rule else ""
     meaning = f"{each.help}{repeated}{bounds}".replace("|", "\\|")
     flag = f"`{each.flag}`" if each.flag else "-"

@@ -7,10 +7,11 @@ The exit codes are 0 for success, 1 for an error, which is explained on stderr, 
 from __future__ import annotations
 
 import argparse
+import difflib
 import io
 import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import sensorium
 from sensorium.cli.chat import add_chat, add_generate
@@ -48,8 +49,16 @@ def _parse_arguments() -> argparse.Namespace:
     arguments, rest = parser.parse_known_args()
     take_late_words(arguments, rest)
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        _refuse(arguments.parser, rest)
     return arguments
+
+
+def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> NoReturn:
+    """End the process with an error that names unknown arguments, and a flag that may be meant."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    nearest = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1)
+    hint = f" (did you mean {nearest[0]}?)" if nearest and rest[0].startswith("-") else ""
+    parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -70,4 +79,6 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     for add_command in (add_serve, add_chat, add_generate, add_models, add_demo):
         add_command(commands)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return parser

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
@@ -74,7 +75,7 @@ class Option:
             return join_words(self.choices)
         noun, _ = _RULES[self.kind]
         if self.above is not None:
-            most = "" if self.most is None else f" and at most {self.most:g}"
+            most = "" if self.most in (None, math.inf) else f" and at most {self.most:g}"
             return f"{noun} above {self.above:g}{most}"
         if self.least is None:
             return noun

@@ -113,6 +113,7 @@ class WireUsage(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
+    total_tokens: Count | None = None
     prompt_tokens_details: JsonObject | None = None
 
 
