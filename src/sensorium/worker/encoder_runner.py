@@ -7,7 +7,7 @@ alone: the others of its batch are encoded one by one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ import torch
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import PRECOMPUTED, MultiModalFeatureSpec, MultiModalKwargsItem
-from sensorium.worker.graphs.encoder_graphs import EncoderGraphs
 
 logger = logging.getLogger(__name__)
+Encode = Callable[[str, Sequence[MultiModalKwargsItem], Sequence[int]], list[torch.Tensor]]
 
 
 class EncoderCache:
@@ -74,15 +74,15 @@ class EncoderJob:
 class EncoderRunner:
     """A runner of the model's media encoders, which stores the embeddings in a cache.
 
-    Without `graphs` no CUDA graphs are used.
+    `encode` does what `ModelAdapter.encode` does, which is used without it.
     """
 
     def __init__(
-        self, adapter: ModelAdapter, cache: EncoderCache, graphs: EncoderGraphs | None = None
+        self, adapter: ModelAdapter, cache: EncoderCache, encode: Encode | None = None
     ) -> None:
         self._adapter = adapter
         self._cache = cache
-        self._encode_items = adapter.encode if graphs is None else graphs.encode
+        self._encode_items = encode or adapter.encode
 
     def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
         """Encode media items, and store their embeddings in the cache.

@@ -99,7 +99,8 @@ class ModelRunner:
         self._failed_before: Mapping[str, str] = {}  # the failed encoder keys of the last step
         # The tokens that the last step with any has chosen. The host may not have read them yet.
         self._unread: torch.Tensor | None = None
-        self._encoder_runner = EncoderRunner(adapter, self.encoder_cache, graphs.encoders)
+        encode = adapter.encode if graphs.encoders is None else graphs.encoders.encode
+        self._encoder_runner = EncoderRunner(adapter, self.encoder_cache, encode)
         self._input_batch = InputBatch(
             groups=groups,
             block_size=block_size,

@@ -181,6 +181,8 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_leas
         (["m", "--api-server-count=64", "--mm-processor-pool-size=9"], "641 processes"),
         (["m", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["m", "--max-model", "7"], "unrecognized arguments: --max-model"),
+        (["--prot", "9"], "unrecognized arguments: --prot (did you mean --port?)"),
+        (["--prot", "9"], "usage: sensorium serve"),
         (["m", "--log-level", "loud"], "invalid choice: 'loud'"),
     ],
 )

@@ -188,7 +188,7 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
     def _compute(
         self, func: Any, args: Any, kwargs: dict[str, Any], given: list[torch.Tensor]
     ) -> Any:
-        """Compute a function of known numbers, of which some are on the device."""
+        """Compute a function of known numbers, some of them on the device."""
         if getattr(func, "__name__", "") == "__get__":  # of an attribute, like `shape`
             return func(*args, **kwargs)
         host_args, host_kwargs = _map_tensors(self._get, (args, kwargs))
