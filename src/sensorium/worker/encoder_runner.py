@@ -82,7 +82,7 @@ class EncoderRunner:
     ) -> None:
         self._adapter = adapter
         self._cache = cache
-        self._encode_items = encode or adapter.encode
+        self._encode_with = encode
 
     def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
         """Encode media items, and store their embeddings in the cache.
@@ -153,7 +153,8 @@ class EncoderRunner:
         if items[0].keys() == {PRECOMPUTED}:
             pairs = zip(items, num_embeds, strict=True)
             return [self._take_embeds(item[PRECOMPUTED], count) for item, count in pairs]
-        return self._encode_items(modality, items, num_embeds)
+        encode = self._encode_with or self._adapter.encode
+        return encode(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
         """Return a copy of a media item's precomputed embeddings, for the model's dtype and device.

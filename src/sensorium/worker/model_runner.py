@@ -99,7 +99,7 @@ class ModelRunner:
         self._failed_before: Mapping[str, str] = {}  # the failed encoder keys of the last step
         # The tokens that the last step with any has chosen. The host may not have read them yet.
         self._unread: torch.Tensor | None = None
-        encode = adapter.encode if graphs.encoders is None else graphs.encoders.encode
+        encode = None if graphs.encoders is None else graphs.encoders.encode
         self._encoder_runner = EncoderRunner(adapter, self.encoder_cache, encode)
         self._input_batch = InputBatch(
             groups=groups,
