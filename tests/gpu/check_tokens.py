@@ -11,12 +11,13 @@ import torch
 
 from sensorium import RequestOutput
 from sensorium.worker.graphs import encoder_graphs
+from sensorium.worker.graphs.recorder import CudaRecorder
 from tests.parity.graph_mistakes import making_graph_mistake
 from tests.parity.reference import GREEDY, Expected, get_differences
 from tests.parity.stress import Stress
-from tests.support.engine import assert_nothing_is_left, run_staggered
+from tests.support.engine import assert_nothing_is_left, capture_encoders, run_staggered
 
-from .setting import UnavailableError, get_device, get_reference, make_device_llm
+from .setting import UnavailableError, get_device, get_reference, make_device_llm, need_cuda
 
 # How a family is run: with graphs and fusions as by default, and without one or both of them.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -59,9 +60,8 @@ def check_encoder_graphs(family: str) -> str:
     """
     reference = get_reference(family, torch.float32)
     llm = make_device_llm(family, torch.float32)
-    graphs: Any = llm.core.runner._graphs.encoders  # type: ignore[attr-defined]
-    if graphs is None:
-        raise UnavailableError(llm.config.graphs)
+    need_cuda()
+    graphs = capture_encoders(llm, CudaRecorder(torch.device("cuda")))
     with patch.object(encoder_graphs, "NUM_BEFORE_CAPTURE", 0):
         for salt in "abc":
             for entry in reference.expected:
@@ -70,7 +70,7 @@ def check_encoder_graphs(family: str) -> str:
                 names = get_differences(outputs, [entry])
                 assert not names, f"{salt}: {describe_differences(outputs, [entry])}"
     assert_nothing_is_left(llm)
-    return f"{len(graphs._captured)} graphs; refused: {graphs._refused or 'none'}"
+    return f"{graphs.num_graphs} graphs; refused: {graphs._refusals or 'none'}"
 
 
 def check_graph_mistake(mistake: str) -> str:

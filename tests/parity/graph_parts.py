@@ -83,7 +83,6 @@ class AgainRecorder:
 class Recorders:
     decoding: AgainRecorder = field(default_factory=AgainRecorder)
     segments: AgainRecorder = field(default_factory=AgainRecorder)
-    encoders: AgainRecorder = field(default_factory=AgainRecorder)
 
 
 def use_graphs(monkeypatch: pytest.MonkeyPatch, recorders: Recorders | None = None) -> Recorders:
@@ -93,7 +92,7 @@ def use_graphs(monkeypatch: pytest.MonkeyPatch, recorders: Recorders | None = No
         kernels=PlainKernels(),
         recorder=recorders.decoding,
         segment_recorder=recorders.segments,
-        encoder_recorder=recorders.encoders,
+        encoder_recorder=AgainRecorder(),
     )
     monkeypatch.setattr(building, "find_graph_parts", lambda *_, **__: parts)
     return recorders

@@ -11,13 +11,14 @@ from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs import encoder_graphs
 from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES, every_second
 from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
-from tests.parity.graph_parts import use_graphs
+from tests.parity.graph_parts import AgainRecorder, use_graphs
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
 from tests.support import overlap
 from tests.support.engine import (
     ROOMS,
     Trace,
     assert_nothing_is_left,
+    capture_encoders,
     get_kv_bytes,
     make_llm,
     make_probe,
@@ -96,20 +97,21 @@ def test_preempted_requests_give_the_reference_tokens(
 def test_replayed_encoders_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorders = use_graphs(monkeypatch)
     monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     reference = reference_of(family)
     llm = make_llm(reference.directory)
+    recorder = AgainRecorder()
+    graphs = capture_encoders(llm, recorder)
     for salt in "ab":  # with another salt everything is encoded again
         for entry in reference.expected:
             prompt: Any = {**entry.prompt, "cache_salt": salt}
             outputs = llm.generate([prompt], GREEDY, use_tqdm=False)
             assert get_differences(outputs, [entry]) == []
-    num_shapes = len(recorders.encoders.recordings)
     if family in _ENCODERS_THAT_LOOK:
-        assert num_shapes == 0
+        assert graphs.num_graphs == 0
     else:
-        assert recorders.encoders.num_replays >= num_shapes > 0
+        assert graphs.refused == {}
+        assert recorder.num_replays >= graphs.num_graphs > 0
     assert_nothing_is_left(llm)
 
 

@@ -13,6 +13,9 @@ from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import SchedulerOutput
+from sensorium.worker.encoder_runner import EncoderRunner
+from sensorium.worker.graphs.encoder_graphs import EncoderGraphs
+from sensorium.worker.graphs.recorder import Recorder
 
 MAX_STEPS = 5000
 # How many tokens a KV cache has beside those of the longest request. With one of these numbers it
@@ -179,3 +182,11 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert len(llm._driver.parallel_sampling) == 0
     sender = llm.perception.caches.sender
     assert not isinstance(sender, MirrorSender) or len(sender._held) == 0
+
+
+def capture_encoders(llm: LLM, recorder: Recorder) -> EncoderGraphs:
+    """Let an engine capture its encoders, as the core of a server does."""
+    runner: Any = llm.core.runner
+    graphs = EncoderGraphs(runner._adapter, recorder, max_bytes=1 << 30)
+    runner._encoder_runner = EncoderRunner(runner._adapter, runner.encoder_cache, graphs.encode)
+    return graphs

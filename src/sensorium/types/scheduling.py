@@ -79,9 +79,13 @@ class SchedulerOutput:
         return not self.scheduled
 
     @property
-    def has_prompts(self) -> bool:
-        """Whether the step computes more than the last token of some request."""
-        return bool(self.started) or any(entry.num_new_tokens > 1 for entry in self.scheduled)
+    def has_first_tokens(self) -> bool:
+        """Whether the step chooses a token for a request that did not only decode in it."""
+        started = {entry.request.request_id for entry in self.started}
+        return any(
+            entry.is_sampled and (entry.num_new_tokens > 1 or entry.request_id in started)
+            for entry in self.scheduled
+        )
 
 
 class StepMode(str, Enum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from sensorium.core.admission import Limits
@@ -27,6 +29,7 @@ class FakeRunner:
         self.failure: BaseException | None = None  # of the next launch
         self.late_failure: BaseException | None = None  # of the next results that are read
         self.num_finished = 0
+        self.query_failure: BaseException | None = None
         self.is_quick = False  # whether results are there as soon as a step is launched
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -38,6 +41,9 @@ class FakeRunner:
         self.known.discard(request_id)
 
     def is_done_within(self, _seconds: float, _step: SchedulerOutput) -> bool:
+        if self.query_failure is not None:
+            failure, self.query_failure = self.query_failure, None
+            raise failure
         return self.is_quick
 
     def launch(self, output: SchedulerOutput) -> SchedulerOutput:
@@ -278,6 +284,24 @@ def test_a_first_token_that_is_there_at_once_is_not_kept_back(
         progress.append((len(runner.steps), runner.num_finished, tokens))
     # Only the step with the prompt was finished before the next one was launched.
     assert progress == [(1, 1, [(1,)]), (2, 1, []), (3, 2, [(1,)]), (4, 4, [(1,)])]
+    check_idle(overlapped, runner)
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), RuntimeError("CUDA error")])
+def test_nothing_is_lost_if_looking_for_a_first_token_fails(
+    overlapped: EngineCore, runner: FakeRunner, failure: BaseException
+) -> None:
+    add(overlapped, make_request("a", max_tokens=2))
+    outputs = [*overlapped.step(), *overlapped.step()]
+    add(overlapped, make_request("b", max_tokens=2))
+    runner.query_failure = failure
+    with suppress(KeyboardInterrupt):
+        outputs += overlapped.step()
+    assert runner.query_failure is None
+    while overlapped.has_requests:
+        outputs += overlapped.step()
+    tokens = {name: [o.new_token_ids for o in outputs if o.request_id == name] for name in "ab"}
+    assert tokens == {"a": [(1,), (1,)], "b": [(1,), (1,)]}
     check_idle(overlapped, runner)
 
 

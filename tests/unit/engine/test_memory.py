@@ -97,6 +97,27 @@ def test_a_model_for_text_needs_weights_keys_values_and_a_step() -> None:
     )
 
 
+def test_graphs_of_encoders_are_planned_only_where_they_are_captured() -> None:
+    config = LlavaConfig(text_config=TEXT)
+    cuda = torch.device("cuda")  # only its name is used
+
+    def plan_graphs(*, captures_encoders: bool) -> MemoryPlan:
+        return plan_memory(
+            config,
+            EngineOptions(max_model_len=100),
+            limits=LIMITS,
+            weights_bytes=1,
+            element_size=2,
+            device=cuda,
+            captures_encoders=captures_encoders,
+        )
+
+    without, planned = (plan_graphs(captures_encoders=value) for value in (False, True))
+    assert without.encoder_graph_bytes == 0
+    assert 0 < planned.encoder_graph_bytes <= planned.encoder_peak_bytes
+    assert planned.reserve_bytes == without.reserve_bytes + planned.encoder_graph_bytes
+
+
 def test_a_cache_that_was_asked_for_is_what_is_planned() -> None:
     assert plan(TEXT, kv_cache_bytes=777).kv_cache_bytes == 777
 

@@ -107,12 +107,13 @@ def build_core(
     options: EngineOptions,
     receiver: ReceiverCache,
     get_tokenizer: Callable[[], Any] | None = None,
+    has_own_process: bool = False,
 ) -> Core:
     """Load the model's weights, and build the computing part of an engine.
 
-    `receiver` is the core's side of the media cache. `get_tokenizer` returns a tokenizer that is
-    already loaded; it is called for the first request with a grammar. Without it, the checkpoint's
-    tokenizer is loaded at that time. Raises a `ModelError` if the model can't be run.
+    `receiver` is the core's side of the media cache. `get_tokenizer` returns a tokenizer for the
+    first request with a grammar, or else it is loaded then. With `has_own_process` nothing else in
+    the process uses the device. Raises a `ModelError` if the model can't be run.
     """
     hf_config, trust_remote_code = checkpoint.hf_config, loading.trust_remote_code
     directory = str(checkpoint.directory)
@@ -121,7 +122,8 @@ def build_core(
     get_model_class(directory, hf_config, trust_remote_code=trust_remote_code)
     text_config = hf_config.get_text_config(decoder=True)
     limits = resolve_limits(options, text_config=text_config, device=device)
-    memory, most_bytes = _plan_memory(loading, checkpoint, options, limits, dtype, device)
+    parts = (checkpoint, options, limits, dtype, device)
+    memory, most_bytes = _plan_memory(loading, *parts, captures_encoders=has_own_process)
     report_step("loading the weights")
     adapter = load_model(
         directory,
@@ -167,6 +169,8 @@ def _plan_memory(
     limits: Limits,
     dtype: torch.dtype,
     device: torch.device,
+    *,
+    captures_encoders: bool,
 ) -> tuple[MemoryPlan, int]:
     """Return the planned memory of an engine, and the bytes that it may use besides the weights.
 
@@ -180,6 +184,7 @@ def _plan_memory(
         weights_bytes=get_num_weight_bytes(weights, element_size=dtype.itemsize),
         element_size=dtype.itemsize,
         device=device,
+        captures_encoders=captures_encoders,
     )
     free_bytes = get_free_bytes(device, options.gpu_memory_utilization)
     check_memory(memory, free_bytes=free_bytes, device=device)
@@ -244,7 +249,7 @@ def build_engine_core(
         dtype=adapter.dtype,
         device=adapter.device,
     )
-    graphs = _build_graphs(adapter, options, config, layers, kv_cache, use_tqdm=use_tqdm)
+    graphs = _build_graphs(adapter, options, config, layers, kv_cache, memory, use_tqdm)
     config = replace(config, graphs=graphs.words, fused=_describe_fusion(adapter, options))
     runner = ModelRunner(
         adapter,
@@ -274,7 +279,7 @@ def _build_graphs(
     config: EngineConfig,
     layers: Sequence[LayerSpec],
     kv_cache: KVCache,
-    *,
+    memory: MemoryPlan,
     use_tqdm: bool,
 ) -> Graphs:
     graph_options = GraphOptions(
@@ -284,6 +289,7 @@ def _build_graphs(
         max_num_batched_tokens=config.limits.max_num_batched_tokens,
         max_model_len=config.limits.max_model_len,
         use_tqdm=use_tqdm,
+        encoder_bytes=memory.encoder_graph_bytes,
     )
     return build_graphs(
         adapter,

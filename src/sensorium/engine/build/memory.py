@@ -28,6 +28,7 @@ _NUM_INNER_TENSORS = 3
 # values, their order (int64), sums and masks.
 _BYTES_PER_LOGIT = 6 * 4
 _GRAPH_OBJECTS_BYTES = 384 << 20  # a few thousand graphs; 1,300 took 270 MiB on an H200
+_MAX_ENCODER_GRAPH_BYTES = 1 << 30
 _WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
 _INNER_NAMES = ("intermediate_size", "encoder_ffn_dim", "ffn_dim")
 _DEPTH_NAMES = ("num_hidden_layers", "depth", "encoder_layers")
@@ -42,13 +43,18 @@ class MemoryPlan:
     encoder_cache_bytes: int
     encoder_peak_bytes: int  # the tensors inside the largest encoder while it runs; an estimate
     step_bytes: int  # the tensors of one step of the decoder; an estimate
-    graph_bytes: int = 0  # CUDA graphs; an estimate
+    graph_bytes: int = 0  # CUDA graphs of the decoder; an estimate
+    encoder_graph_bytes: int = 0  # those of encoders, which may not take more; 0: there are none
 
     @property
     def reserve_bytes(self) -> int:
         """Return how many bytes must stay free for everything except weights and KV cache."""
         return (
-            self.encoder_cache_bytes + self.encoder_peak_bytes + self.step_bytes + self.graph_bytes
+            self.encoder_cache_bytes
+            + self.encoder_peak_bytes
+            + self.step_bytes
+            + self.graph_bytes
+            + self.encoder_graph_bytes
         )
 
     @property
@@ -63,7 +69,7 @@ class MemoryPlan:
             ("encoder outputs", self.encoder_cache_bytes),
             ("encoders at work", self.encoder_peak_bytes),
             ("a step's tensors", self.step_bytes),
-            ("CUDA graphs", self.graph_bytes),
+            ("CUDA graphs", self.graph_bytes + self.encoder_graph_bytes),
         )
         return " + ".join(f"{name} {format_bytes(value)}" for name, value in parts if value)
 
@@ -96,12 +102,13 @@ def plan_memory(
     weights_bytes: int,
     element_size: int,
     device: torch.device,
+    captures_encoders: bool = False,
 ) -> MemoryPlan:
     """Return the least memory that an engine needs, computed before the model is loaded.
 
     `element_size` is the number of bytes of one element of the model's dtype. The KV cache has the
     size that the user asked for. By default it holds the context that the user asked for, or else
-    one full step.
+    one full step. With `captures_encoders` there is memory for CUDA graphs of encoders too.
     """
     text_config = config.get_text_config(decoder=True)
     kv_cache_bytes = options.kv_cache_memory_bytes
@@ -120,8 +127,13 @@ def plan_memory(
     ]
     width = _get_number(text_config, _WIDTH_NAMES, 0)
     encoder_cache_bytes = limits.encoder_cache_size * width * element_size
+    # A graph serves one item. The largest one that is allowed is not bound by launches.
+    encoder_graph_bytes = 0
+    if has_graphs and captures_encoders and encoder_peaks:
+        encoder_graph_bytes = min(max(encoder_peaks), _MAX_ENCODER_GRAPH_BYTES)
     return MemoryPlan(
         graph_bytes=_plan_graphs(text_config, limits, element_size) if has_graphs else 0,
+        encoder_graph_bytes=encoder_graph_bytes,
         weights_bytes=weights_bytes,
         kv_cache_bytes=kv_cache_bytes,
         encoder_cache_bytes=encoder_cache_bytes if encoder_peaks else 0,

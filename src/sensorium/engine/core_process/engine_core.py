@@ -167,12 +167,26 @@ class EngineCore:
                 raise
             return outputs + failed
         outputs = self._take_kept() + self._finish_last((plan, launched))
-        # To launch the next step takes longer than a short prompt needs on the device after its own
-        # launch. So a first token is awaited for a moment, in which the device has work anyway.
-        is_short = plan.has_prompts and self.runner.is_done_within(_FIRST_TOKEN_S, launched)
-        if not self._overlap or plan.is_empty or is_short:
-            outputs += self._finish_last()
-        return outputs
+        try:
+            is_finished_now = not self._overlap or plan.is_empty or self._is_short(plan, launched)
+        except BaseException:
+            self._kept = outputs
+            raise
+        return outputs + self._finish_last() if is_finished_now else outputs
+
+    def _is_short(self, plan: SchedulerOutput, launched: LaunchedStep) -> bool:
+        """Return whether a step with first tokens is done a moment after its launch.
+
+        To launch the next step takes longer than a short prompt needs on the device after its own
+        launch. So its token is awaited for a moment, in which the device has work anyway.
+        """
+        if not plan.has_first_tokens:
+            return False
+        try:
+            return self.runner.is_done_within(_FIRST_TOKEN_S, launched)
+        except Exception:  # an error of the device, which is raised again when the step is finished
+            logger.debug("the device can't be asked whether a step is done", exc_info=True)
+            return False
 
     def _take_kept(self) -> list[EngineCoreOutput]:
         kept, self._kept = self._kept, []

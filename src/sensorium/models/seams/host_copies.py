@@ -32,14 +32,17 @@ _READS = {
     torch.Tensor.__float__,
     torch.Tensor.__index__,
     torch.Tensor.__int__,
-    torch.Tensor.cpu,
     torch.Tensor.equal,
     torch.Tensor.item,
-    torch.Tensor.numpy,
     torch.Tensor.tolist,
 }
+_COPIES = {torch.Tensor.cpu, torch.Tensor.numpy}
 _MAKES = {torch.arange, torch.as_tensor, torch.tensor}
 _MOVES = {torch.Tensor.to, torch.Tensor.cuda}
+_CHANGES = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+}
 
 
 class HostCopies:
@@ -73,7 +76,7 @@ class HostCopies:
             if self._is_complete:
                 raise RuntimeError("it gets numbers from the host that it did not get before")
             self._sent[key] = to_device(on_host, device)
-            self.add(self._sent[key], on_host)
+            self.add(self._sent[key], on_host.clone())  # the caller may change its own
         return self._sent[key]
 
     def add(self, on_device: torch.Tensor, on_host: torch.Tensor) -> None:
@@ -138,9 +141,10 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
     ) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if func in _MAKES and not given:
+        self._check_changes(func, args, kwargs)
+        if func in _MAKES and not given and kwargs.get("device") is not None:
             return self._make(func, args, kwargs)
-        if func in _MOVES and (on_host := self._get(args[0])) is not None:
+        if func in _MOVES and args and (on_host := self._get(args[0])) is not None:
             return self._move(func, on_host, args, kwargs)
         if func is torch.Tensor.__getitem__:
             args = (args[0], self._count_true(args[1]))
@@ -149,13 +153,25 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
             return func(*args, **kwargs)
         return self._compute(func, args, kwargs, given)
 
+    def _check_changes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Raise a `RuntimeError` if a function changes a known tensor of the device.
+
+        Equal tensors are one tensor here, so others would change with it.
+        """
+        name = getattr(func, "__name__", "")
+        is_change = name.endswith("_") and not name.endswith("__")
+        targets = [kwargs.get("out"), args[0] if args and (is_change or name in _CHANGES) else None]
+        for target in tree_leaves(targets):
+            if isinstance(target, torch.Tensor) and self._copies.find(target) is not None:
+                raise RuntimeError(f"it changes numbers in place that decide what it does ({name})")
+
     def _get(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the numbers of a tensor on the host, or None if they are only on the device."""
         return tensor if tensor.device.type == "cpu" else self._copies.find(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
         """Make a tensor from Python's numbers."""
-        device = torch.device(kwargs.get("device") or "cpu")
+        device = torch.device(kwargs["device"])
         made = func(*args, **{**kwargs, "device": "cpu"})
         return made if device.type == "cpu" else self._copies.send(made, device)
 
@@ -165,6 +181,8 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
         With a mask on the device, torch would have to wait to know how many places there are.
         """
         parts = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts):
+            return index
         result: list[Any] = []
         for part in parts:
             is_mask = isinstance(part, torch.Tensor) and part.dtype == torch.bool
@@ -182,7 +200,7 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
         """Return a known tensor on another device, or with another dtype."""
         tensor, *others = args
         goal = func(tensor.new_empty(0), *others, **kwargs)  # it is empty, so nothing is copied
-        moved = on_host.to(goal.dtype)
+        moved = on_host.to(goal.dtype, copy=True)
         return moved if goal.device.type == "cpu" else self._copies.send(moved, goal.device)
 
     def _compute(
@@ -192,14 +210,14 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
         if getattr(func, "__name__", "") == "__get__":  # of an attribute, like `shape`
             return func(*args, **kwargs)
         host_args, host_kwargs = _map_tensors(self._get, (args, kwargs))
+        if func in _COPIES:
+            return func(host_args[0].clone())
         result = func(*host_args, **host_kwargs)
         if func in _READS:
             return result
         device = next(tensor.device for tensor in given if tensor.device.type != "cpu")
         if func is torch.Tensor.__iter__:
             return iter([self._copies.send(row, device) for row in result])
-        if result is host_args[0]:  # it was changed in place, and is now changed on the device
-            return func(*args, **kwargs)
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
             return func(*args, **kwargs)  # for example the address of a tensor
         return _map_tensors(

@@ -43,7 +43,9 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
         checkpoint = read_checkpoint(loading)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
         receiver = build_receiver(store)
-        built = build_core(loading, checkpoint, options=options.engine, receiver=receiver)
+        built = build_core(
+            loading, checkpoint, options=options.engine, receiver=receiver, has_own_process=True
+        )
         switched_off: dict[str, str] = {}
         if built.needs_trial:
             switched_off = _try_core(built, loading, checkpoint, options)

@@ -32,6 +32,8 @@ class GraphOptions:
 
     `enforce_eager` turns graphs off. `sizes` are the batch sizes to capture for decode steps; None
     means those that `get_decode_sizes` computes. `use_tqdm` shows progress bars on a terminal.
+    Encoders are captured while the engine runs, in `encoder_bytes` of memory. If that is not 0, the
+    engine must be the only one in its process that uses the device.
     """
 
     enforce_eager: bool = False
@@ -40,6 +42,7 @@ class GraphOptions:
     max_num_batched_tokens: int
     max_model_len: int
     use_tqdm: bool = False
+    encoder_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +163,16 @@ def build_graphs(
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
-        encoders=EncoderGraphs(adapter, parts.encoder_recorder),
+        encoders=_make_encoder_graphs(adapter, parts.encoder_recorder, options.encoder_bytes),
         words=f"decoding {_describe(sizes, no_decoding)}; "
         f"prompts {_describe(token_sizes, no_segments)}",
     )
+
+
+def _make_encoder_graphs(
+    adapter: ModelAdapter, recorder: Recorder, max_bytes: int
+) -> EncoderGraphs | None:
+    return EncoderGraphs(adapter, recorder, max_bytes=max_bytes) if max_bytes else None
 
 
 def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -19,13 +19,14 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.seams.host_copies import HostCopies, following
 from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.worker.graphs.recorder import Break, Recorder, Recording, find_distance
+from sensorium.worker.graphs.recorder import Break, Recorder, Recording
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +34,10 @@ logger = logging.getLogger(__name__)
 NUM_BEFORE_CAPTURE = 2
 _MAX_GRAPHS = 16
 _MAX_COUNTED = 1024  # shapes
-# An encoder that needs more memory computes for so long that launching it costs little.
-_MAX_WORK_BYTES = 1 << 30
-_SPARE_BYTES = 1 << 30  # stay free for other work when a graph is captured
+_COUNTS_UNTIL_AGED = 4096  # after so many media items all counts are halved
+_MAX_KEY_BYTES = 1 << 20  # of integers in an item; with more, an item has no graph
+# If encoders of so many shapes of a modality can't be captured, no more are tried.
+_NUM_REFUSALS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +61,39 @@ class _Captured:
 class EncoderGraphs:
     """A set of CUDA graphs that compute the embeddings of one media item at a time.
 
-    There is one graph for each shape that came often. The graph that was not used for the longest
-    time is dropped for a new one.
+    There is one graph for each shape that came often. If there is no room for another one, the
+    shape that came least gives up its graph, but only to one that came twice as often. Otherwise
+    graphs would be captured all the time if there are more shapes than room.
+
+    Graphs take about `max_bytes` of memory. An encoder that needs more for its work has no graph.
+
+    A capture changes a setting of the whole process for a moment: every wait for the device is an
+    error. So this may be used only in a process that does nothing else with the device.
     """
 
-    def __init__(self, adapter: ModelAdapter, recorder: Recorder) -> None:
+    def __init__(self, adapter: ModelAdapter, recorder: Recorder, *, max_bytes: int) -> None:
         self._adapter = adapter
         self._recorder = recorder
-        self._captured: OrderedDict[Hashable, _Captured] = OrderedDict()
-        self._counts: OrderedDict[Hashable, int] = OrderedDict()  # how often a shape has come
-        self._refused: dict[str, str] = {}  # modality -> why its encoder can't be captured
+        self._captured: dict[Hashable, _Captured] = {}
+        # How often a shape has come, the one that came last at the end. It has all captured ones.
+        self._counts: OrderedDict[Hashable, int] = OrderedDict()
+        self._num_counted = 0
+        self._refused_keys: set[Hashable] = set()
+        self._refusals: dict[str, list[str]] = {}  # modality -> why encoders were not captured
+        self._pool = _PoolMemory(adapter.device, max_bytes)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._captured)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The modalities with encoders that can't be captured, and the last reason of each."""
+        return {
+            modality: reasons[-1]
+            for modality, reasons in self._refusals.items()
+            if len(reasons) >= _NUM_REFUSALS
+        }
 
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
@@ -78,25 +103,39 @@ class EncoderGraphs:
         They are replayed if there is one item and a graph for its shape.
         """
         adapter = self._adapter
-        if len(items) > 1 or modality in self._refused:
+        if len(items) > 1 or len(self._refusals.get(modality, ())) >= _NUM_REFUSALS:
             return adapter.encode(modality, items, num_embeds)
         batch = adapter.make_encoder_batch(modality, items)
-        key = (modality, tuple(num_embeds), _describe(batch))
+        numbers = _describe(batch)
+        if numbers is None:
+            return adapter.encode(modality, items, num_embeds)
+        key = (modality, tuple(num_embeds), numbers)
+        self._count(key)
         captured = self._captured.get(key)
         if captured is not None:
-            self._captured.move_to_end(key)
             return [captured.replay(adapter.send_batch(batch))]
-        if self._count(key) <= NUM_BEFORE_CAPTURE:
+        if not self._is_due(key):
             return adapter.encode(modality, items, num_embeds)
         return [self._encode_and_capture(key, modality, items, num_embeds)]
 
-    def _count(self, key: Hashable) -> int:
-        """Count a shape, and return how often it has come."""
-        count = self._counts.pop(key, 0) + 1
-        self._counts[key] = count
+    def _count(self, key: Hashable) -> None:
+        self._counts[key] = self._counts.pop(key, 0) + 1
         if len(self._counts) > _MAX_COUNTED:
-            self._counts.popitem(last=False)
-        return count
+            others = (name for name in self._counts if name not in self._captured)
+            del self._counts[next(others)]
+        self._num_counted += 1
+        if self._num_counted % _COUNTS_UNTIL_AGED == 0:
+            for name in self._counts:
+                self._counts[name] //= 2
+
+    def _is_due(self, key: Hashable) -> bool:
+        """Return whether a shape came often enough to be captured."""
+        count = self._counts[key]
+        if count <= NUM_BEFORE_CAPTURE or key in self._refused_keys:
+            return False
+        if len(self._captured) < _MAX_GRAPHS:
+            return True
+        return count > 2 * min(self._counts[name] for name in self._captured)
 
     def _encode_and_capture(
         self,
@@ -106,27 +145,31 @@ class EncoderGraphs:
         num_embeds: Sequence[int],
     ) -> torch.Tensor:
         """Return the embeddings of a media item, and capture a graph of its encoder if possible."""
-        self._counts.pop(key)  # without a graph, the next attempt comes as late as this one
         adapter = self._adapter
-        peak = _PeakMemory(adapter.device)
+        self._pool.begin()
         [expected] = adapter.encode(modality, items, num_embeds)
-        if not peak.has_room_again():
+        # What is no number is judged by the caller. It says nothing about graphs.
+        if not self._pool.has_room() or not bool(torch.isfinite(expected).all()):
+            self._counts[key] = 0  # the next attempt comes as late as this one
             return expected
         try:
             captured = self._capture(modality, items, num_embeds, torch.zeros_like(expected))
             batch = adapter.make_encoder_batch(modality, items)
             found = captured.replay(adapter.send_batch(batch))
+            if (distance := _find_distance(found, expected, adapter.dtype)) is not None:
+                raise RuntimeError(f"a replay is off by {distance}")
+        except torch.OutOfMemoryError:
+            self._counts[key] = 0
+            return expected
         except Exception as error:  # models raise all kinds of errors, and CUDA does
             logger.debug("capturing the %s encoder failed", modality, exc_info=True)
-            self._refuse(modality, error)
+            self._refuse(key, modality, error)
             return expected
-        distance = find_distance(found, expected, adapter.dtype)
-        if distance is not None:
-            self._refuse(modality, f"a replay is off by {distance}")
-            return expected
+        finally:
+            self._pool.end()
+        if len(self._captured) >= _MAX_GRAPHS:
+            del self._captured[min(self._captured, key=self._counts.__getitem__)]
         self._captured[key] = captured
-        if len(self._captured) > _MAX_GRAPHS:
-            self._captured.popitem(last=False)
         logger.debug("captured a CUDA graph of the %s encoder for one more shape", modality)
         return expected
 
@@ -164,29 +207,57 @@ class EncoderGraphs:
             recording = self._recorder.record(compute)
         return _Captured(recording=recording, inputs=fixed, output=output, copies=copies)
 
-    def _refuse(self, modality: str, reason: object) -> None:
+    def _refuse(self, key: Hashable, modality: str, reason: object) -> None:
+        """Note that the encoder of a shape can't be captured.
+
+        After a few shapes, the graphs of the modality are dropped and no more are captured.
+        """
+        self._refused_keys.add(key)
         words = " ".join(str(reason).split())[:300]
-        self._refused[modality] = words
+        reasons = self._refusals.setdefault(modality, [])
+        reasons.append(words)
+        if len(reasons) < _NUM_REFUSALS:
+            return
+        for name in [name for name in self._counts if name[0] == modality]:  # type: ignore[index]
+            del self._counts[name]
+            self._captured.pop(name, None)
+            self._refused_keys.discard(name)
         logger.info(
             "the %s encoder runs without CUDA graphs, because it can't be captured: %s",
             *(modality, words),
         )
 
 
-def _describe(batch: Mapping[str, torch.Tensor]) -> Hashable:
-    """Return a key that is equal for batches that one graph serves.
+def _describe(batch: Mapping[str, torch.Tensor]) -> Hashable | None:
+    """Return a key that is equal for batches that one graph serves, or None if it would be large.
 
     Shapes and types must be equal, and all numbers that are integers.
     """
+    integers = [tensor for tensor in batch.values() if not tensor.is_floating_point()]
+    if sum(tensor.nbytes for tensor in integers) > _MAX_KEY_BYTES:
+        return None
     return tuple(
         (
             name,
             tuple(tensor.shape),
             tensor.dtype,
-            None if tensor.is_floating_point() else tensor.numpy().tobytes(),
+            b"" if tensor.is_floating_point() else blake2b(tensor.numpy().tobytes()).digest(),
         )
         for name, tensor in sorted(batch.items())
     )
+
+
+def _find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Return how much two embeddings of an item differ, or None if it is only rounding.
+
+    A replay runs the same kernels on the same numbers. Only what was computed on the host from
+    integers may be rounded in another way. The largest relative difference of a row counts.
+    """
+    rows, others = expected.float(), found.float()
+    distances = (others - rows).norm(dim=-1) / rows.norm(dim=-1).clamp_min(1e-6)
+    distance = float(distances.max()) if len(distances) else 0.0
+    is_near = distance <= max(4 * torch.finfo(dtype).eps, 1e-4)  # false for NaN
+    return None if is_near else f"{distance:.3g}"
 
 
 @contextmanager
@@ -208,19 +279,34 @@ def _forbid_waiting(device: torch.device) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-class _PeakMemory:
-    """A measurement of the most device memory that the work after its creation has used."""
+class _PoolMemory:
+    """A measurement of the memory that graphs take on the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_bytes: int) -> None:
         self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._before = torch.cuda.memory_allocated(device)
+        self._max_bytes = max_bytes
+        self._num_bytes = 0  # taken by all captures so far
+        self._allocated = self._reserved = 0  # by torch, before an attempt
 
-    def has_room_again(self) -> bool:
-        """Return whether a graph may reserve as much memory as the work has used."""
+    def begin(self) -> None:
+        """Begin to measure how much memory an encoder uses for its work."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._allocated = torch.cuda.memory_allocated(self._device)
+
+    def has_room(self) -> bool:
+        """Return whether graphs may take as much memory as the work since `begin` has used.
+
+        What is taken from now until `end` counts as memory of graphs.
+        """
         if self._device.type != "cuda":
             return True
-        used = torch.cuda.max_memory_allocated(self._device) - self._before
+        used = torch.cuda.max_memory_allocated(self._device) - self._allocated
+        self._reserved = torch.cuda.memory_reserved(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
-        return used <= _MAX_WORK_BYTES and used + _SPARE_BYTES <= free
+        return used <= min(self._max_bytes, free) and self._num_bytes <= self._max_bytes
+
+    def end(self) -> None:
+        """Note how much memory a capture has taken."""
+        if self._device.type == "cuda":
+            self._num_bytes += torch.cuda.memory_reserved(self._device) - self._reserved

@@ -64,10 +64,24 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._renew()
+
+    def _renew(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(self._device)
+        # A pool can't be used again when its last graph is gone. So the recorder holds one.
+        self._held: Recording | None = None
 
     def record(self, function: Callable[[Break], None]) -> Recording:
+        try:
+            self._held = self._record(function)
+        except BaseException:
+            self._renew()  # torch may have left the pool and the stream in disorder
+            raise
+        return self._held
+
+    def _record(self, function: Callable[[Break], None]) -> Recording:
         graphs = [torch.cuda.CUDAGraph()]
 
         def begin(graph: torch.cuda.CUDAGraph) -> None:

@@ -25,12 +25,6 @@ def make_known(copies: HostCopies, on_host: torch.Tensor) -> torch.Tensor:
     return on_device
 
 
-def change(grids: torch.Tensor) -> torch.Tensor:
-    grids[0] = 7
-    grids += 1
-    return grids
-
-
 COMPUTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "sizes of a split": lambda grids, _: (grids.prod(-1) // 4).tolist(),
     "one number": lambda grids, _: [int(grids[1, 0]), grids.max().item(), bool((grids > 0).all())],
@@ -48,7 +42,6 @@ COMPUTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
         (torch.arange(4, device=grids.device) < mask.sum(-1)[:, None]).all(-1).tolist()
     ),
     "a row of a column": lambda grids, _: grids[:, 1:2][1:],
-    "changed in place": lambda grids, _: change(grids),
 }
 
 
@@ -91,6 +84,49 @@ def test_other_numbers_of_the_device_stay_unknown() -> None:
         assert copies.find(mixed) is None
         with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
             mixed.sum().item()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grids: grids.__setitem__(0, 7),
+        lambda grids: grids.__iadd__(1),
+        lambda grids: grids.add_(1),
+        lambda grids: grids.add_(torch.empty(3, device=DEVICE)),
+        lambda grids: torch.add(grids, 1, out=grids),
+        lambda grids: torch.zeros_like(grids).fill_(1),
+    ],
+)
+def test_a_change_in_place_of_known_numbers_is_refused(
+    change: Callable[[torch.Tensor], Any],
+) -> None:
+    copies = HostCopies([])
+    grids = make_known(copies, GRIDS)
+    with following(copies), pytest.raises(RuntimeError, match="changes numbers in place"):
+        change(grids)
+
+
+def test_copies_on_the_host_are_the_callers_own() -> None:
+    copies = HostCopies([])
+    grids = make_known(copies, GRIDS)
+    total, parts = torch.zeros(1, dtype=torch.long), []
+    with following(copies):
+        grids.cpu().add_(1)
+        for number in (3, 4):
+            parts.append(total.to(DEVICE))
+            total += number
+        found = torch.cat(parts)
+        assert grids.tolist() == GRIDS.tolist()
+        assert found.tolist() == [0, 3]
+
+
+def test_calls_with_keywords_and_lists_as_indices_are_as_in_torch() -> None:
+    copies = HostCopies([])
+    grids, pixels = make_known(copies, GRIDS), torch.arange(6).view(2, 3)
+    with following(copies):
+        assert torch.cat(tensors=[grids, grids]).tolist() == GRIDS.tolist() * 2
+        assert torch.sum(input=grids).item() == GRIDS.sum()
+        assert pixels[[0, 1]].tolist() == pixels.tolist()
 
 
 def test_what_a_function_makes_on_the_device_stays_there() -> None:

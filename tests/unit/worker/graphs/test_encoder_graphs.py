@@ -37,7 +37,7 @@ def recorder() -> AgainRecorder:
 
 @pytest.fixture
 def graphs(adapter: ModelAdapter, recorder: AgainRecorder) -> EncoderGraphs:
-    return EncoderGraphs(adapter, recorder)
+    return EncoderGraphs(adapter, recorder, max_bytes=1)
 
 
 def make_item(seed: int, height: int = 4, width: int = 6) -> MultiModalKwargsItem:
@@ -109,7 +109,7 @@ def test_several_items_are_never_replayed(
     assert recorder.recordings == []
 
 
-def test_the_graph_that_was_not_used_for_longest_is_dropped(
+def test_a_shape_that_comes_twice_as_often_takes_the_place_of_the_rarest(
     graphs: EncoderGraphs,
     adapter: ModelAdapter,
     recorder: AgainRecorder,
@@ -117,11 +117,44 @@ def test_the_graph_that_was_not_used_for_longest_is_dropped(
 ) -> None:
     monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     monkeypatch.setattr(encoder_graphs, "_MAX_GRAPHS", 2)
-    widths = [2, 4, 2, 6, 2, 4]  # the third shape drops that of width 4
+    widths = [2, 2, 2, 4, 6, 6, 6, 4]  # the third time, the shape of width 6 takes that of width 4
     for seed, width in enumerate(widths):
         assert_encodes(graphs, adapter, make_item(seed, 4, width))
-    assert len(recorder.recordings) == 4
+    assert len(recorder.recordings) == 3
     assert recorder.num_replays == 2
+    assert graphs.num_graphs == 2
+
+
+def test_more_shapes_than_room_are_not_captured_again_and_again(
+    graphs: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "_MAX_GRAPHS", 2)
+    for _ in range(12):
+        for width in (2, 4, 6):
+            encode(graphs, make_item(1, 2, width))
+    assert len(recorder.recordings) == 2
+    assert recorder.num_replays == 2 * (12 - NUM_BEFORE_CAPTURE - 1)
+
+
+def test_shapes_that_came_often_long_ago_give_way(
+    graphs: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "_MAX_GRAPHS", 1)
+    monkeypatch.setattr(encoder_graphs, "_COUNTS_UNTIL_AGED", 8)
+    for width in [2] * 16 + [4] * 16:
+        encode(graphs, make_item(1, 2, width))
+    assert len(recorder.recordings) == 2
+
+
+def test_an_item_with_large_masks_has_no_graph(
+    graphs: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    monkeypatch.setattr(encoder_graphs, "_MAX_KEY_BYTES", 8)
+    for _ in range(2):
+        encode(graphs, make_item(1))
+    assert recorder.recordings == []
+    assert len(graphs._counts) == 0
 
 
 def test_shapes_that_come_once_are_forgotten(
@@ -138,6 +171,18 @@ class _FailingRecorder(AgainRecorder):
     def record(self, function: Any) -> Any:
         del function
         raise RuntimeError("operation not permitted when stream is capturing")
+
+
+class _FullRecorder(AgainRecorder):
+    """A recorder for which there is no memory at first."""
+
+    num_failures = 0
+
+    def record(self, function: Any) -> Any:
+        self.num_failures += 1
+        if self.num_failures < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().record(function)
 
 
 class _WrongRecorder(AgainRecorder):
@@ -159,13 +204,44 @@ def test_an_encoder_that_can_not_be_captured_runs_without_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
-    graphs = EncoderGraphs(adapter, recorder)
+    graphs = EncoderGraphs(adapter, recorder, max_bytes=1)
     with caplog.at_level("INFO"):
-        for seed in range(3):
-            assert_encodes(graphs, adapter, make_item(seed))
+        for width in (2, 2, 4, 6, 8):  # three shapes are tried, each of them once
+            assert_encodes(graphs, adapter, make_item(1, 2, width))
+    assert graphs.refused.keys() == {"image"}
+    assert len(graphs._counts) == 0
     messages = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
     assert len(messages) == 1
     assert messages[0].startswith("the image encoder runs without CUDA graphs")
+
+
+def test_an_item_without_finite_numbers_says_nothing_about_graphs(
+    graphs: EncoderGraphs,
+    adapter: ModelAdapter,
+    recorder: AgainRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    bad = make_item(1)
+    bad["pixel_values"][0] = float("nan")
+    for _ in range(4):
+        assert not torch.isfinite(encode(graphs, bad)[0]).all()
+    assert graphs._refusals == {}
+    for seed in range(2):
+        assert_encodes(graphs, adapter, make_item(seed))
+    assert recorder.num_replays == 1
+
+
+def test_a_lack_of_memory_is_tried_again_later(
+    adapter: ModelAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    recorder = _FullRecorder()
+    graphs = EncoderGraphs(adapter, recorder, max_bytes=1)
+    for seed in range(4):
+        assert_encodes(graphs, adapter, make_item(seed))
+    assert graphs._refusals == {}
+    assert graphs.num_graphs == 1
 
 
 def test_a_bad_item_fails_alone_and_does_not_turn_graphs_off(
