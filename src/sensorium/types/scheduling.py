@@ -81,6 +81,8 @@ class SchedulerOutput:
     @property
     def has_first_tokens(self) -> bool:
         """Whether the step chooses a token for a request that did not only decode in it."""
+        if not self.started and self.num_scheduled_tokens == len(self.scheduled):
+            return False  # most steps: all requests decode
         started = {entry.request.request_id for entry in self.started}
         return any(
             entry.is_sampled and (entry.num_new_tokens > 1 or entry.request_id in started)

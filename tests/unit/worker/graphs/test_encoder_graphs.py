@@ -40,6 +40,13 @@ def graphs(adapter: ModelAdapter, recorder: AgainRecorder) -> EncoderGraphs:
     return EncoderGraphs(adapter, recorder, max_bytes=1)
 
 
+@pytest.fixture
+def at_once(graphs: EncoderGraphs, monkeypatch: pytest.MonkeyPatch) -> EncoderGraphs:
+    """Graphs that are captured when a shape comes for the first time."""
+    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+    return graphs
+
+
 def make_item(seed: int, height: int = 4, width: int = 6) -> MultiModalKwargsItem:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -78,51 +85,42 @@ def test_a_shape_is_captured_when_it_has_come_a_few_times(
 
 
 def test_results_of_earlier_replays_stay_as_they_are(
-    graphs: EncoderGraphs, adapter: ModelAdapter, monkeypatch: pytest.MonkeyPatch
+    at_once: EncoderGraphs, adapter: ModelAdapter
 ) -> None:
-    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
-    results = [encode(graphs, make_item(seed))[0] for seed in range(4)]
+    results = [encode(at_once, make_item(seed))[0] for seed in range(4)]
     for seed, result in enumerate(results):
         assert torch.equal(result, encode(adapter, make_item(seed))[0])
 
 
 def test_pictures_of_equal_size_and_another_grid_have_their_own_graph(
-    graphs: EncoderGraphs,
-    adapter: ModelAdapter,
-    recorder: AgainRecorder,
-    monkeypatch: pytest.MonkeyPatch,
+    at_once: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
 ) -> None:
-    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     sides = [(4, 6), (6, 4), (2, 12), (4, 6), (12, 2), (6, 4)]
     for seed, (height, width) in enumerate(sides):
-        assert_encodes(graphs, adapter, make_item(seed, height, width))
+        assert_encodes(at_once, adapter, make_item(seed, height, width))
     assert len(recorder.recordings) == 4
     assert recorder.num_replays == 2
 
 
-def test_several_items_are_never_replayed(
-    graphs: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
+def test_several_items_are_never_replayed(at_once: EncoderGraphs, recorder: AgainRecorder) -> None:
     for _ in range(2):
-        assert len(encode(graphs, make_item(1), make_item(2))) == 2
+        assert len(encode(at_once, make_item(1), make_item(2))) == 2
     assert recorder.recordings == []
 
 
 def test_a_shape_that_comes_twice_as_often_takes_the_place_of_the_rarest(
-    graphs: EncoderGraphs,
+    at_once: EncoderGraphs,
     adapter: ModelAdapter,
     recorder: AgainRecorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     monkeypatch.setattr(encoder_graphs, "_MAX_GRAPHS", 2)
     widths = [2, 2, 2, 4, 6, 6, 6, 4]  # the third time, the shape of width 6 takes that of width 4
     for seed, width in enumerate(widths):
-        assert_encodes(graphs, adapter, make_item(seed, 4, width))
+        assert_encodes(at_once, adapter, make_item(seed, 4, width))
     assert len(recorder.recordings) == 3
     assert recorder.num_replays == 2
-    assert graphs.num_graphs == 2
+    assert at_once.num_graphs == 2
 
 
 def test_more_shapes_than_room_are_not_captured_again_and_again(
@@ -147,14 +145,13 @@ def test_shapes_that_came_often_long_ago_give_way(
 
 
 def test_an_item_with_large_masks_has_no_graph(
-    graphs: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
+    at_once: EncoderGraphs, recorder: AgainRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     monkeypatch.setattr(encoder_graphs, "_MAX_KEY_BYTES", 8)
     for _ in range(2):
-        encode(graphs, make_item(1))
+        encode(at_once, make_item(1))
     assert recorder.recordings == []
-    assert len(graphs._counts) == 0
+    assert len(at_once._counts) == 0
 
 
 def test_shapes_that_come_once_are_forgotten(
@@ -216,19 +213,15 @@ def test_an_encoder_that_can_not_be_captured_runs_without_graphs(
 
 
 def test_an_item_without_finite_numbers_says_nothing_about_graphs(
-    graphs: EncoderGraphs,
-    adapter: ModelAdapter,
-    recorder: AgainRecorder,
-    monkeypatch: pytest.MonkeyPatch,
+    at_once: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
 ) -> None:
-    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     bad = make_item(1)
     bad["pixel_values"][0] = float("nan")
     for _ in range(4):
-        assert not torch.isfinite(encode(graphs, bad)[0]).all()
-    assert graphs._refusals == {}
+        assert not torch.isfinite(encode(at_once, bad)[0]).all()
+    assert at_once._refusals == {}
     for seed in range(2):
-        assert_encodes(graphs, adapter, make_item(seed))
+        assert_encodes(at_once, adapter, make_item(seed))
     assert recorder.num_replays == 1
 
 
@@ -245,21 +238,17 @@ def test_a_lack_of_memory_is_tried_again_later(
 
 
 def test_a_bad_item_fails_alone_and_does_not_turn_graphs_off(
-    graphs: EncoderGraphs,
-    adapter: ModelAdapter,
-    recorder: AgainRecorder,
-    monkeypatch: pytest.MonkeyPatch,
+    at_once: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
 ) -> None:
-    monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     bad = make_item(1)
     for _ in range(2):
         with (
             torch.inference_mode(),
             pytest.raises(RequestError, match="gave 6 embeddings for media items that need 7"),
         ):
-            graphs.encode("image", [bad], [7])
+            at_once.encode("image", [bad], [7])
     for seed in range(2):
-        assert_encodes(graphs, adapter, make_item(seed))
+        assert_encodes(at_once, adapter, make_item(seed))
     assert recorder.num_replays == 1
 
 
