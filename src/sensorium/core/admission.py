@@ -77,9 +77,18 @@ def check_growth(
     longest_span = max((end - start for start, end in spans), default=0)
     max_new_tokens = max(limits.max_num_batched_tokens, longest_span)
     max_tokens = get_max_tokens(request, limits)
-    if kv_cache.can_ever_fit(max_tokens, max_new_tokens):
+    num_cross = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
+    if kv_cache.can_ever_fit(max_tokens, max_new_tokens, num_cross):
         return
     num_needed = len(request.prompt_token_ids) + 1
+    if kv_cache.can_ever_fit(num_needed, max_new_tokens) and not kv_cache.can_ever_fit(
+        num_needed, max_new_tokens, num_cross
+    ):
+        raise RequestError(
+            f"the media need {num_cross} positions, more than the KV cache holds: send fewer or "
+            "shorter ones, or start the engine with a larger kv_cache_memory_bytes",
+            path=_MEDIA,
+        )
     is_too_long = not kv_cache.can_ever_fit(num_needed, max_new_tokens)
     raise RequestError(
         f"the request may grow to {max_tokens} tokens, more than the whole KV cache holds: "

@@ -8,6 +8,8 @@ Invariants:
   2. A block is findable only after its positions were computed.
   3. In a group with a sliding window, blocks that no later position reads are released; the
      block table has the null block in their place.
+  4. A group with cross-attention has blocks for the encoded media of a request, not for its tokens.
+     They are allocated at once, and never shared with another request.
 """
 
 from __future__ import annotations
@@ -70,16 +72,29 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> BlockIds:
         return tuple(tuple(table.block_ids) for table in self._tables.get(request_id, ()))
 
-    def can_ever_fit(self, num_tokens: int, max_new_tokens: int) -> bool:
+    def can_ever_fit(
+        self, num_tokens: int, max_new_tokens: int, num_cross_positions: int = 0
+    ) -> bool:
         """Return whether a request of `num_tokens` tokens fits into an otherwise empty KV cache.
 
         `max_new_tokens` is the most tokens that one step computes. It matters for layers with a
-        sliding window, which keep only the blocks that the current step reads.
+        sliding window, which keep only the blocks that the current step reads. Layers with
+        cross-attention keep `num_cross_positions`.
         """
         return all(
-            self._num_blocks_at_most(group, num_tokens, max_new_tokens) <= pool.capacity
+            self._num_blocks_at_most(
+                group, num_cross_positions if group.is_cross else num_tokens, max_new_tokens
+            )
+            <= pool.capacity
             for group, pool in zip(self.groups, self._pools, strict=True)
         )
+
+    def _count_blocks(self, request: Request, num_tokens: int) -> list[int]:
+        """Return for each group how many blocks the first tokens of a request need."""
+        num_positions = [
+            request.num_cross_positions if group.is_cross else num_tokens for group in self.groups
+        ]
+        return [-(-number // self.block_size) for number in num_positions]
 
     def _num_blocks_at_most(self, group: KVCacheGroup, num_tokens: int, max_new_tokens: int) -> int:
         total = -(-num_tokens // self.block_size)
@@ -174,20 +189,23 @@ class KVCacheManager:
         tables = self._tables.get(request.request_id)
         if tables is None:
             return self._start(request, num_tokens, hit)
-        total = -(-num_tokens // self.block_size)
+        totals = self._count_blocks(request, num_tokens)
         # Blocks of the step under way get their names when it has ended. They are released before
         # that only if there is no other way.
         for num_passed in (request.num_computed_tokens, request.num_scheduled_tokens):
             self._release_passed(tables, num_passed)
-            counts = [max(0, total - len(table.block_ids)) for table in tables]
+            counts = [
+                max(0, total - len(table.block_ids))
+                for total, table in zip(totals, tables, strict=True)
+            ]
             if all(count <= pool.num_free for count, pool in zip(counts, self._pools, strict=True)):
                 return self._extend(tables, counts)
         return None
 
     def _start(self, request: Request, num_tokens: int, hit: PrefixHit | None) -> BlockIds | None:
-        total = -(-num_tokens // self.block_size)
+        totals = self._count_blocks(request, num_tokens)
         prefixes = hit.block_ids if hit else tuple(() for _ in self.groups)
-        counts = [total - len(prefix) for prefix in prefixes]
+        counts = [total - len(prefix) for total, prefix in zip(totals, prefixes, strict=True)]
         for pool, prefix, count in zip(self._pools, prefixes, counts, strict=True):
             num_revived = sum(pool.is_free(block_id) for block_id in prefix)
             if count + num_revived > pool.num_free:
@@ -234,8 +252,9 @@ class KVCacheManager:
         last = request.num_computed_tokens // self.block_size
         for index in range(first, last):
             name = request.block_hash(index)
-            for pool, table in zip(self._pools, self._tables[request.request_id], strict=True):
-                if table.block_ids[index] != NULL_BLOCK:
+            tables = self._tables[request.request_id]
+            for group, pool, table in zip(self.groups, self._pools, tables, strict=True):
+                if not group.is_cross and table.block_ids[index] != NULL_BLOCK:
                     pool.register(table.block_ids[index], name)
         self._num_registered[request.request_id] = max(first, last)
 

@@ -107,6 +107,11 @@ class Request:
         )
 
     @property
+    def num_cross_positions(self) -> int:
+        """The number of positions that layers with cross-attention attend to."""
+        return sum(feature.mm_position.get_num_embeds() for feature in self.mm_features)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 

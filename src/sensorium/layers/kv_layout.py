@@ -30,6 +30,7 @@ class LayerSpec:
     # share them.
     source: int
     window: int | None = None  # None: the layer attends to all earlier tokens
+    is_cross: bool = False  # it attends to the encoded media of a request, not to its tokens
 
     @property
     def num_elements_per_token(self) -> int:
@@ -46,11 +47,13 @@ class LayerSpec:
 class LayerGroup:
     """A group of layers with the same attention window, which therefore share one block table.
 
-    The window is the number of tokens that a token attends to; None means all earlier tokens.
+    The window is the number of tokens that a token attends to; None means all earlier tokens. With
+    `is_cross` its layers attend to the encoded media of a request instead.
     """
 
     window: int | None
     layers: tuple[LayerSpec, ...]
+    is_cross: bool = False
 
     def num_bytes_per_block(self, *, block_size: int, element_size: int) -> int:
         num_elements = sum(layer.num_elements_per_token for layer in self.layers)
@@ -60,7 +63,8 @@ class LayerGroup:
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     """Return the layers in groups of the same attention window; the one without a window is first.
 
-    Raises a `ModelError` if a layer shares the keys and values of a layer with another window.
+    Layers with cross-attention are the last group. Raises a `ModelError` if a layer shares the keys
+    and values of a layer with another window.
     """
     window_of = {layer.layer_index: layer.window for layer in layers}
     for layer in layers:
@@ -69,10 +73,19 @@ def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
                 f"layer {layer.layer_index} shares keys and values with layer {layer.source}, "
                 "which has another attention window; that is not supported"
             )
-    windows = sorted(set(window_of.values()), key=lambda window: (window is not None, window or 0))
+    kinds = sorted(
+        {(layer.is_cross, layer.window) for layer in layers},
+        key=lambda kind: (kind[0], kind[1] is not None, kind[1] or 0),
+    )
     return tuple(
-        LayerGroup(window=window, layers=tuple(layer for layer in layers if layer.window == window))
-        for window in windows
+        LayerGroup(
+            window=window,
+            is_cross=is_cross,
+            layers=tuple(
+                layer for layer in layers if (layer.is_cross, layer.window) == (is_cross, window)
+            ),
+        )
+        for is_cross, window in kinds
     )
 
 
@@ -109,6 +122,39 @@ def plan_kv_cache(
             num_blocks=num_blocks if bound is None else min(num_blocks, bound), window=g.window
         )
         for g, bound in zip(groups, bounds, strict=True)
+    )
+
+
+def plan_cross_cache(
+    groups: Sequence[LayerGroup],
+    *,
+    memory_bytes: int,
+    block_size: int,
+    element_size: int,
+    max_tokens: int,
+    max_cross_positions: int,
+) -> tuple[KVCacheGroup, ...]:
+    """Return the number of KV cache blocks of each group of an encoder-decoder model.
+
+    All groups have blocks for the same number of requests: each has `max_tokens` tokens, and
+    attends to `max_cross_positions` positions of its media. Raises a `ModelError` if the memory is
+    too small for one request.
+    """
+    lengths = [max_cross_positions if group.is_cross else max_tokens for group in groups]
+    counts = [-(-length // block_size) for length in lengths]
+    sizes = [
+        g.num_bytes_per_block(block_size=block_size, element_size=element_size) for g in groups
+    ]
+    request_bytes = sum(count * size for count, size in zip(counts, sizes, strict=True))
+    num_requests = (memory_bytes - sum(sizes)) // request_bytes
+    if num_requests < 1:
+        raise ModelError(
+            f"the KV cache needs at least {request_bytes + sum(sizes)} bytes, "
+            f"but kv_cache_memory_bytes is {memory_bytes}: give it more memory"
+        )
+    return tuple(
+        KVCacheGroup(num_blocks=num_requests * count + 1, window=g.window, is_cross=g.is_cross)
+        for g, count in zip(groups, counts, strict=True)
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -61,6 +61,8 @@ class ModelAdapter:
     bidirectional_modalities: frozenset[str] = frozenset()
     # True: they do so only in layers with a window; in the others attention is causal.
     has_causal_full_layers = False
+    # The most media positions that a request attends to by cross-attention. 0: there is none.
+    max_cross_positions = 0
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -220,14 +222,7 @@ class ModelAdapter:
         model scales its logits as its config describes. If the logits agree better without scaling,
         by more than rounding, the adapter does not scale them.
         """
-        tokens = torch.arange(2, device=self.device)
-        whole = self.model(
-            input_ids=tokens[None],
-            position_ids=tokens.expand(3, 1, 2) if self.has_mrope else tokens[None],
-            use_cache=False,
-            attention_call=KVProbe(),
-        )
-        theirs = whole.logits[0].float()
+        theirs = self._compute_whole(torch.arange(2, device=self.device)).float()
         distances = {}
         for self._scales_logits in (False, True):
             distances[self._scales_logits] = float((self.logits(hidden) - theirs).abs().max())
@@ -241,6 +236,17 @@ class ModelAdapter:
                 "its logits are neither the output of its last layer nor that output scaled as its "
                 "config describes"
             )
+
+    def _compute_whole(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits [2, vocabulary] that the model itself computes for two tokens."""
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=tokens.expand(3, 1, 2) if self.has_mrope else tokens[None],
+            use_cache=False,
+            attention_call=KVProbe(),
+        )
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
     def fuse(self) -> None:
         """Replace operations of the model's layers with fewer, fused kernels.
@@ -384,10 +390,13 @@ class ModelAdapter:
         self, modality: str, items: Sequence[MultiModalKwargsItem]
     ) -> dict[str, torch.Tensor]:
         """Return the tensors that the encoder of a modality gets for media items, on the host."""
-        names = inspect.signature(self._get_encoder(modality)).parameters.keys()
+        names = self._get_encoder_names(modality)
         # On a CPU a single item is copied too: a model may change its inputs, which are cached.
         batch = items[0] if len(items) == 1 and self.device.type == "cuda" else collate(items)
         return {name: tensor for name, tensor in batch.items() if name in names}
+
+    def _get_encoder_names(self, modality: str) -> Collection[str]:
+        return inspect.signature(self._get_encoder(modality)).parameters.keys()
 
     def send_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of an encoder's batch on the model's device."""

@@ -16,6 +16,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from sensorium.models.adapter import ModelAdapter
+from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.media_batches import gather_arguments
 from sensorium.types.families import FAMILIES
 from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
@@ -186,4 +187,4 @@ OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
 # model_type -> adapter, for every known family.
 ADAPTERS: dict[str, type[ModelAdapter]] = {
     family.model_type: OWN_ADAPTERS.get(family.model_type, ModelAdapter) for family in FAMILIES
-}
+} | {"whisper": EncoderDecoderAdapter, "moonshine": EncoderDecoderAdapter}

@@ -219,8 +219,8 @@ def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
     The reason is a phrase that follows the model's name.
     """
     text_config = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder:
-        return "is an encoder-decoder model, which is not supported yet"
+    if config.is_encoder_decoder and config.model_type not in ADAPTERS:
+        return "is an encoder-decoder model of an unknown family"
     if not hasattr(model_class, "generate"):
         return "can't be run: it does not generate text"
     if (kind := _find_unknown_layer(text_config)) is not None:
@@ -228,7 +228,7 @@ def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
         return f"can't be run: {reason}"
     if getattr(text_config, "cross_attention_layers", None):
         return "can't be run: it has cross-attention inside its decoder"
-    if not _supports_attention(model_class, config):
+    if not config.is_encoder_decoder and not _supports_attention(model_class, config):
         return "can't be run: its decoder doesn't use Transformers' attention interface"
     return None
 

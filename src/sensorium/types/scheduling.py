@@ -130,3 +130,5 @@ class KVCacheGroup:
 
     num_blocks: int
     window: int | None = None  # how many of the last positions they attend to; None: all
+    # They attend to the encoded media of a request, which take all their blocks at its start.
+    is_cross: bool = False

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from sensorium.layers.attention.backend import GroupTables, StepLayout
+from sensorium.layers.attention.cross import CrossRow, CrossTables
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
 from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest
 from sensorium.utils.arrays import IntArray, StagingBuffer
@@ -36,8 +37,11 @@ class StepInputs:
     # bool [N]: the tokens of long requests. None if the model treats all lengths alike.
     is_long: torch.Tensor | None
     layout: StepLayout
-    mm_index: torch.Tensor | None  # indices of the tokens that are replaced by embeddings
-    mm_embeds: torch.Tensor | None  # one row for each of these tokens
+    cross: CrossTables | None  # of layers with cross-attention; None if the model has none
+    # Indices of the tokens that are replaced by embeddings, and one row for each of them. With
+    # cross-attention there are no such tokens, and a row for each new position of media.
+    mm_index: torch.Tensor | None
+    mm_embeds: torch.Tensor | None
     sampled: tuple[RequestState, ...]  # the requests that choose a next token
     logits_index: torch.Tensor  # for each of these requests, the index of its last token
     partial_blocks: tuple[torch.Tensor, ...]  # per group: new blocks that the step doesn't fill
@@ -68,7 +72,12 @@ class InputBatch:
         query_lens = tuple(scheduled.num_new_tokens for scheduled, _ in ordered)
         seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
         starts = np.concatenate([[0], np.cumsum(query_lens)])
-        mm_index, mm_embeds = self._gather_mm_embeds(ordered, starts)
+        cross = next((index for index, group in enumerate(self.groups) if group.is_cross), None)
+        mm_index, mm_embeds = (
+            self._gather_mm_embeds(ordered, starts)
+            if cross is None
+            else (np.empty(0, dtype=np.int64), self._gather_new_sounds(ordered))
+        )
         arrays = self._make_token_arrays(ordered) | {"mm_index": mm_index}
         arrays["logits_index"] = np.array(
             [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.is_sampled], dtype=np.int64
@@ -81,6 +90,9 @@ class InputBatch:
             arrays["attend_until"] = until
         num_blocks = -(-max(seq_lens) // self.block_size)
         for index, block_ids in enumerate(self.table.block_ids):
+            if index == cross:
+                arrays |= self._make_cross_arrays(ordered, index)
+                continue
             arrays[f"partial{index}"] = get_partial_blocks(ordered, index, self.block_size)
             arrays[f"tables{index}"] = block_ids[[state.row for _, state in ordered], :num_blocks]
         arrays |= get_unread_places(ordered, (starts[1:] - 1).tolist())
@@ -103,14 +115,73 @@ class InputBatch:
                         is_causal=self.has_causal_full_layers and group.window is None,
                     )
                     for index, group in enumerate(self.groups)
+                    if not group.is_cross
                 ),
             ),
-            mm_index=tensors["mm_index"] if mm_embeds else None,
+            cross=None
+            if cross is None
+            else self._make_cross_tables(ordered, starts, tensors, cross),
+            mm_index=tensors["mm_index"] if len(mm_index) else None,
             mm_embeds=torch.cat(mm_embeds) if mm_embeds else None,
             sampled=tuple(state for s, state in ordered if s.is_sampled),
             logits_index=tensors["logits_index"],
             partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self.groups))),
         )
+
+    def _gather_new_sounds(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Return the encoder outputs of the requests that begin in this step, in their order."""
+        return [
+            self.encoder_cache[state.get_encoder_key(mm_index)]
+            for scheduled, state in rows
+            if scheduled.num_computed_tokens == 0
+            for mm_index in range(len(state.request.mm_features))
+        ]
+
+    def _make_cross_arrays(
+        self, rows: Sequence[Row], group_index: int
+    ) -> dict[str, npt.NDArray[np.generic]]:
+        """Return the block ids of all media, and the slots of those of requests that begin."""
+        block_ids = [self.table.get_blocks(state.row, group_index) for _, state in rows]
+        slots = [
+            state.get_slots(group_index, 0, state.num_cross_positions, self.block_size)
+            for scheduled, state in rows
+            if scheduled.num_computed_tokens == 0
+        ]
+        empty = np.empty(0, dtype=np.int64)
+        partial = [
+            ids[-1]
+            for ids, (scheduled, state) in zip(block_ids, rows, strict=True)
+            if scheduled.num_computed_tokens == 0 and state.num_cross_positions % self.block_size
+        ]
+        return {
+            f"partial{group_index}": np.array(partial, dtype=np.int64),
+            "cross_blocks": np.concatenate([empty, *block_ids]),
+            "cross_slots": np.concatenate([empty, *slots]),
+        }
+
+    def _make_cross_tables(
+        self,
+        rows: Sequence[Row],
+        starts: IntArray,
+        tensors: Mapping[str, torch.Tensor],
+        group_index: int,
+    ) -> CrossTables:
+        cross_rows = []
+        first = 0
+        for index, (_, state) in enumerate(rows):
+            block_ids = self.table.get_blocks(state.row, group_index)
+            is_run = len(block_ids) > 0 and bool((np.diff(block_ids) == 1).all())
+            cross_rows.append(
+                CrossRow(
+                    start=int(starts[index]),
+                    end=int(starts[index + 1]),
+                    num_positions=state.num_cross_positions,
+                    first_block=int(block_ids[0]) if is_run else None,
+                    block_ids=tensors["cross_blocks"][first : first + len(block_ids)],
+                )
+            )
+            first += len(block_ids)
+        return CrossTables(rows=cross_rows, slot_mapping=tensors["cross_slots"])
 
     def _make_token_arrays(self, rows: Sequence[Row]) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays with an entry for each token of a step. The rows that decode are first.
@@ -128,6 +199,8 @@ class InputBatch:
             "positions": np.concatenate([first, *positions], axis=-1),
         }
         for index, slots in enumerate(decoded.slots):
+            if self.groups[index].is_cross:
+                continue
             others = [
                 state.get_slots(index, start, end, self.block_size) for state, start, end in windows
             ]

@@ -15,6 +15,7 @@ import torch
 
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.backend import PagedAttention
+from sensorium.layers.attention.cross import CrossTables, attend_cross
 from sensorium.layers.attention.torch_backend import use_ready_kernels
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
@@ -99,6 +100,9 @@ class ModelRunner:
         self._failed_before: Mapping[str, str] = {}  # the failed encoder keys of the last step
         # The tokens that the last step with any has chosen. The host may not have read them yet.
         self._unread: torch.Tensor | None = None
+        # The group of layers with cross-attention, if there is one, and what they need in a step.
+        self._cross_group = next((i for i, group in enumerate(groups) if group.is_cross), None)
+        self._cross: CrossTables | None = None
         encode = None if graphs.encoders is None else graphs.encoders.encode
         self._encoder_runner = EncoderRunner(adapter, self.encoder_cache, encode)
         self._input_batch = InputBatch(
@@ -294,15 +298,21 @@ class ModelRunner:
         self, entry: ScheduledRequest, state: RequestState, failed: Mapping[str, str]
     ) -> str | None:
         """Return why a request lacks media embeddings that it needs in this step, or `None`."""
-        start = entry.num_computed_tokens
-        features = state.request.mm_features
-        for part in get_gather_slices(features, start, start + entry.num_new_tokens):
-            key = state.get_encoder_key(part.mm_index)
+        for mm_index in self._get_needed_items(entry, state):
+            key = state.get_encoder_key(mm_index)
             reason = None if key in self.encoder_cache else failed.get(key)
-            reason = reason or self._find_misfit(state, part.mm_index)
+            reason = reason or self._find_misfit(state, mm_index)
             if reason is not None:
                 return reason
         return None
+
+    def _get_needed_items(self, entry: ScheduledRequest, state: RequestState) -> Iterable[int]:
+        """Return the indices of the media items with embeddings that a request needs in a step."""
+        start, features = entry.num_computed_tokens, state.request.mm_features
+        if self._cross_group is not None:
+            return range(len(features)) if start == 0 else ()
+        parts = get_gather_slices(features, start, start + entry.num_new_tokens)
+        return [part.mm_index for part in parts]
 
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
         """Return why cached embeddings do not fit a media item, or `None` if they fit.
@@ -407,6 +417,7 @@ class ModelRunner:
         Returns the hidden states [N, width], and whether and why CUDA graphs were used or not.
         """
         self._clear_blocks(inputs.partial_blocks)
+        self._cross = inputs.cross
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
         segments = self._graphs.segments
@@ -445,6 +456,8 @@ class ModelRunner:
         another layer stores none.
         """
         cache = self._kv_cache[layer_index]
+        if cache.group_index == self._cross_group and self._cross is not None:
+            return attend_cross(cache, self._cross, query, key, value, scaling=scaling)
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 
     def _attend_stored(

@@ -114,6 +114,11 @@ class RequestState:
         self._encoder_key_suffix = request.encoder_key_suffix
         self._sampling_row = SamplingRow(params=self.params, counts=self._counts)
 
+    @property
+    def num_cross_positions(self) -> int:
+        """The number of media positions that layers with cross-attention attend to."""
+        return sum(f.mm_position.get_num_embeds() for f in self.request.mm_features)
+
     def release(self) -> None:
         """Give the row of the table back, when the request has stopped."""
         self._table.release_row(self.row)

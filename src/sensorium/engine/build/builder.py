@@ -221,6 +221,7 @@ def build_engine_core(
         limit_context(options, limits, adapter.find_context_limit(layers)),
         bidirectional_modalities=adapter.bidirectional_modalities,
         long_after=adapter.long_after,
+        is_encoder_decoder=adapter.max_cross_positions > 0,
     )
     layer_groups = group_layers(layers)
     # Chosen before the memory is divided, because a backend may need some of it.
@@ -238,6 +239,7 @@ def build_engine_core(
         element_size=adapter.dtype.itemsize,
         device=adapter.device,
         attention_backend=attention.name,
+        max_cross_positions=adapter.max_cross_positions,
         memory=memory,
         free_bytes=min(most_bytes, get_free_bytes(adapter.device, options.gpu_memory_utilization)),
     )

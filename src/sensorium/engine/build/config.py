@@ -14,7 +14,7 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.memory import MemoryPlan, format_bytes
 from sensorium.engine.build.options import EngineOptions
-from sensorium.layers.kv_layout import LayerGroup, plan_kv_cache
+from sensorium.layers.kv_layout import LayerGroup, plan_cross_cache, plan_kv_cache
 from sensorium.models.long_context import ContextLimit
 from sensorium.types.errors import ModelError
 from sensorium.types.scheduling import KVCacheGroup
@@ -88,7 +88,8 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
 
     Raises a `ModelError` if neither is known, or if the user's value exceeds the model's.
     """
-    context = getattr(text_config, "max_position_embeddings", None)
+    context = getattr(text_config, "max_target_positions", None)
+    context = context or getattr(text_config, "max_position_embeddings", None)
     max_model_len: int | None = options.max_model_len or context
     if max_model_len is None:
         raise ModelError("the model's config has no context length: set max_model_len")
@@ -127,6 +128,7 @@ def resolve_config(
     attention_backend: str,
     memory: MemoryPlan,
     free_bytes: int,  # after the model was loaded
+    max_cross_positions: int = 0,
 ) -> EngineConfig:
     """Return the final settings of an engine, with the sizes of its KV cache.
 
@@ -142,7 +144,7 @@ def resolve_config(
     memory_bytes = options.kv_cache_memory_bytes
     if memory_bytes is None:
         # Enough for all requests at full length, but not more than a share of what is free.
-        most_tokens = limits.max_num_seqs * limits.max_model_len
+        most_tokens = limits.max_num_seqs * (limits.max_model_len + max_cross_positions)
         wanted = (-(-most_tokens // options.block_size) + 1) * sum(block_bytes)
         memory_bytes = min(wanted, int(room * _MEMORY_SHARE[device.type]))
     elif memory_bytes > room:
@@ -152,14 +154,24 @@ def resolve_config(
             " that encoders and steps need: give a smaller value"
         )
     window = max((group.window or 0 for group in layer_groups), default=0)
-    groups = plan_kv_cache(
-        layer_groups,
-        memory_bytes=memory_bytes,
-        block_size=options.block_size,
-        element_size=element_size,
-        max_tokens_per_window_group=limits.max_num_seqs * (window + 2 * options.block_size)
-        + max(limits.max_num_batched_tokens, limits.max_model_len),
-    )
+    if max_cross_positions:
+        groups = plan_cross_cache(
+            layer_groups,
+            memory_bytes=memory_bytes,
+            block_size=options.block_size,
+            element_size=element_size,
+            max_tokens=limits.max_model_len,
+            max_cross_positions=max_cross_positions,
+        )
+    else:
+        groups = plan_kv_cache(
+            layer_groups,
+            memory_bytes=memory_bytes,
+            block_size=options.block_size,
+            element_size=element_size,
+            max_tokens_per_window_group=limits.max_num_seqs * (window + 2 * options.block_size)
+            + max(limits.max_num_batched_tokens, limits.max_model_len),
+        )
     kv_cache_bytes = sum(
         group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True)
     )

@@ -8,6 +8,9 @@ builds no masks for an implementation that it doesn't have in its own list.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +45,19 @@ class AttentionCall(Protocol):
         """
 
 
+_current: ContextVar[AttentionCall | None] = ContextVar("attention call", default=None)
+
+
+@contextmanager
+def attending(call: AttentionCall) -> Iterator[None]:
+    """Let layers that get no attention call from their decoder use this one, inside a `with`."""
+    token = _current.set(call)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def _paged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -49,7 +65,7 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
-    attention_call: AttentionCall,
+    attention_call: AttentionCall | None = None,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -63,8 +79,11 @@ def _paged_attention(
             raise ModelError(
                 f"{type(module).__name__} needs attention with {name!r}, which no backend supports"
             )
+    call = attention_call or _current.get()
+    if call is None:
+        raise ModelError(f"{type(module).__name__} runs outside of a step")
     layer_index: Any = module.layer_idx
-    output = attention_call.attend(layer_index, query, key, value, scaling=scaling)
+    output = call.attend(layer_index, query, key, value, scaling=scaling)
     return output, None
 
 

@@ -1,0 +1,85 @@
+"""Computes cross-attention: the tokens of a request attend to all positions of its media.
+
+Keys and values of the media lie in pages like those of tokens. A request gets all its pages at
+once, and mostly they follow one another. Then they are read in place. On a GPU, and for pages that
+are scattered, they are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from sensorium.layers.attention.backend import LayerCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossRow:
+    """The media positions of one request of a step, and the tokens of the step that attend to them.
+
+    `first_block` is the first of its blocks if they follow one another, or else `None`.
+    """
+
+    start: int  # the tokens [start, end) of the step
+    end: int
+    num_positions: int
+    first_block: int | None
+    block_ids: torch.Tensor  # int64 [blocks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossTables:
+    """Where one group of layers keeps the keys and values of media.
+
+    `slot_mapping` has a place for each new position: those of the requests that begin in this step,
+    one after the other.
+    """
+
+    rows: Sequence[CrossRow]
+    slot_mapping: torch.Tensor  # int64 [new positions]
+
+
+def attend_cross(
+    cache: LayerCache,
+    tables: CrossTables,
+    query: torch.Tensor,  # [1, H, N, D]
+    key: torch.Tensor,  # [1, K, new positions, D]; one more row if there are none
+    value: torch.Tensor,
+    *,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Store new keys and values, and return the output [1, N, H, D of values] of cross-attention.
+
+    A request without media gets zeros.
+    """
+    num_new = len(tables.slot_mapping)
+    if num_new:
+        for pages, tensor in ((cache.keys, key), (cache.values, value)):
+            new = tensor[0, :, :num_new].transpose(0, 1)
+            pages.flatten(0, 1).index_copy_(0, tables.slot_mapping, new)
+    output = query.new_zeros(1, query.shape[2], query.shape[1], cache.values.shape[-1])
+    for row in tables.rows:
+        if not row.num_positions:
+            continue
+        keys, values = (_get_positions(pages, row) for pages in (cache.keys, cache.values))
+        result = scaled_dot_product_attention(
+            query[:, :, row.start : row.end],
+            keys,
+            values,
+            scale=scaling,
+            enable_gqa=keys.shape[1] != query.shape[1],
+        )
+        output[:, row.start : row.end] = result.transpose(1, 2)
+    return output
+
+
+def _get_positions(pages: torch.Tensor, row: CrossRow) -> torch.Tensor:
+    """Return the keys or values [1, K, positions, D] of a request."""
+    if row.first_block is None:
+        blocks = pages.index_select(0, row.block_ids)
+    else:
+        blocks = pages[row.first_block : row.first_block + len(row.block_ids)]
+    return blocks.flatten(0, 1)[: row.num_positions].transpose(0, 1)[None]

@@ -1,0 +1,171 @@
+"""Runs models with an encoder for sounds and a decoder with cross-attention, such as Whisper.
+
+In each decoder layer the tokens attend to each other, and then to the encoded sound of their
+request. The keys and values of the sound are computed in the request's first step and kept like
+those of tokens. So a decoder of n layers has n more layers for the engine: those with an index of n
+or more are the cross-attention of layer index - n.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
+
+from sensorium.layers.kv_layout import LayerSpec
+from sensorium.models.adapter import ModelAdapter
+from sensorium.models.probes import KVProbe
+from sensorium.models.seams.paged_attention import AttentionCall, attending
+from sensorium.types.errors import ModelError
+
+_WINDOW_S = 30
+_SAMPLING_RATE = 16_000
+_NUM_PROBE_POSITIONS = 3  # another number than the tokens of the probes
+
+
+class EncoderDecoderAdapter(ModelAdapter):
+    """An adapter for models that attend to an encoded sound in every layer of their decoder."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Encoder and decoder share a config, but only the decoder uses our attention.
+        self._decoder_config = copy.copy(model.config)
+        for module in model.get_decoder().modules():
+            if getattr(module, "config", None) is model.config:
+                module.config = self._decoder_config
+        super().__init__(model)
+        self.num_decoder_layers = int(self.text_config.num_hidden_layers)
+        self._number_cross_layers()
+
+    @property
+    def max_cross_positions(self) -> int:
+        """The most positions of a sound that a request attends to, in windows of 30 seconds."""
+        most: int | None = getattr(self.config, "max_source_positions", None)
+        if most is None:
+            most = int(self.model._get_feat_extract_output_lengths(_WINDOW_S * _SAMPLING_RATE))
+        return most
+
+    def _set_attention(self, name: str) -> None:
+        self._decoder_config._attn_implementation = name
+
+    def _number_cross_layers(self) -> None:
+        """Give the modules that compute cross-attention layer indices of their own.
+
+        They are found by a run of the decoder: they get other states for keys and values.
+        """
+        found: list[Any] = []
+
+        def note(module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+            if kwargs.get("key_value_states") is not None:
+                found.append(module)
+
+        modules = [m for m in self.decoder.modules() if hasattr(m, "layer_idx")]
+        handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in modules]
+        try:
+            with torch.inference_mode():
+                self._run_two_tokens(_Zeros())
+        finally:
+            for handle in handles:
+                handle.remove()
+        if len(found) != self.num_decoder_layers:
+            raise ModelError(
+                f"{len(found)} of the {self.num_decoder_layers} layers of the decoder attend to "
+                "encoder outputs, and other kinds of layers are not supported"
+            )
+        for module in found:
+            module.layer_idx += self.num_decoder_layers
+
+    # ---- the decoder
+
+    def embed(
+        self,
+        input_ids: torch.Tensor,
+        _mm_index: torch.Tensor | None,
+        mm_embeds: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return the embeddings [1, N, hidden] of token ids, and the encoded sounds.
+
+        `mm_embeds` are those of the requests that begin in this step, one after the other. If none
+        begins, the decoder gets a single row that nobody attends to.
+        """
+        embeds = self.embedding(input_ids)[None]
+        states = embeds.new_zeros(1, embeds.shape[-1]) if mm_embeds is None else mm_embeds
+        return embeds, {"encoder_hidden_states": states.to(embeds.dtype)[None]}
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        positions: torch.Tensor,
+        attention_call: AttentionCall,
+        extra: dict[str, Any],
+    ) -> torch.Tensor:
+        # Not every decoder passes keyword arguments on to its cross-attention.
+        with attending(attention_call):
+            return super().forward(inputs_embeds, positions, attention_call, extra)
+
+    def _run_two_tokens(self, call: Any) -> torch.Tensor:
+        tokens = torch.arange(2, device=self.device)
+        embeds, _ = self.embed(tokens, None, None)
+        states = embeds.new_ones(1, _NUM_PROBE_POSITIONS, embeds.shape[-1])
+        return self.forward(embeds, tokens, call, {"encoder_hidden_states": states})
+
+    def _probe_layers(self) -> tuple[LayerSpec, ...]:
+        probe = KVProbe()
+        hidden = self._run_two_tokens(probe)
+        self._probe_logits(hidden)
+        num_layers, expected = len(probe.layers), 2 * self.num_decoder_layers
+        if num_layers != expected:
+            raise ModelError(
+                f"{num_layers} of its {expected} attention layers use Transformers' attention "
+                "interface, and other kinds of layers are not supported"
+            )
+        return tuple(
+            replace(layer, is_cross=layer.layer_index >= self.num_decoder_layers)
+            for layer in probe.layers
+        )
+
+    def _compute_whole(self, tokens: torch.Tensor) -> torch.Tensor:
+        width = self.embedding.weight.shape[1]
+        states = torch.ones(1, _NUM_PROBE_POSITIONS, width, dtype=self.dtype, device=self.device)
+        with attending(KVProbe()):
+            output = self.model(
+                encoder_outputs=BaseModelOutput(last_hidden_state=states),
+                decoder_input_ids=tokens[None],
+                use_cache=False,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+    def fuse(self) -> None:
+        """Leave the model as it is: the kernels are made for decoders without cross-attention."""
+
+    # ---- the encoder
+
+    def _get_encoder(self, _modality: str) -> Any:
+        return self._encode_sounds
+
+    def _get_encoder_names(self, _modality: str) -> Collection[str]:
+        return (self.model.main_input_name, "attention_mask")
+
+    def _encode_sounds(self, *, return_dict: bool, **inputs: torch.Tensor) -> Any:
+        output = self.model.get_encoder()(**inputs, return_dict=return_dict)
+        return BaseModelOutputWithPooling(pooler_output=output.last_hidden_state)
+
+
+class _Zeros:
+    """An `AttentionCall` whose output is zero."""
+
+    def attend(
+        self,
+        layer_index: int,  # noqa: ARG002
+        query: torch.Tensor,
+        key: torch.Tensor,  # noqa: ARG002
+        value: torch.Tensor,
+        *,
+        scaling: float | None,  # noqa: ARG002
+    ) -> torch.Tensor:
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
