@@ -43,6 +43,21 @@ NO_BANS = TokenBans()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimestampRules:
+    """The rules by which Whisper writes timestamps: tokens from `first_id` on, in order of time.
+
+    Timestamps come in pairs, except right before the end; they never go back; the answer begins
+    with one, of at most `max_initial_index` steps; and one is written if all of them together are
+    likelier than each token of text.
+    """
+
+    first_id: int  # the token of the time 0
+    no_timestamps_id: int  # the token that asks for a text without them, which is never written
+    eos_token_id: int
+    max_initial_index: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
     """The defaults for requests from the model's `generation_config.json`.
 

@@ -1,0 +1,26 @@
+"""What a caller may choose about a transcript."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sensorium.speech.transcript import Task
+from sensorium.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechOptions:
+    """The options of one transcript, which hold for every family of speech models.
+
+    `sampling` has further sampling parameters of the caller, such as a seed; its temperature and
+    its number of tokens are not used.
+    """
+
+    task: Task = "transcribe"
+    language: str | None = None  # a code such as "en" or a name such as "english"; None: found
+    prompt: str = ""  # text that comes before the sound, with names or in the style that is wanted
+    temperature: float | None = None  # None or 0: greedy, and higher ones if the result is bad
+    needs_segments: bool = False  # times of segments are wanted
+    needs_words: bool = False  # times of words are wanted
+    needs_logprobs: bool = False
+    sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -1,0 +1,57 @@
+"""What the rules of a speech model ask of an engine, and what it answers: one window of a sound.
+
+The rules are generators that yield `WindowRequest`s and are sent `WindowResult`s, so that they know
+no engine. In between they yield each `Segment` that is final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sensorium.speech.transcript import Segment, Transcript
+from sensorium.types.sampling import TimestampRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowRequest:
+    """A window of a sound to decode: the frames [first_frame, first_frame + num_frames).
+
+    Frames behind the last one are padding. With `needs_alignment`, nothing is decoded: the prompt
+    holds the whole text, and the result has the attention of its tokens to the sound.
+    """
+
+    first_frame: int
+    num_frames: int
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    # Tokens that are never chosen, that the answer must not begin with, and the only ones allowed.
+    suppressed: tuple[int, ...] = ()
+    suppressed_at_begin: tuple[int, ...] = ()
+    allowed: tuple[int, ...] | None = None
+    timestamps: TimestampRules | None = None
+    # Of this token, the probability right behind the prompt's token at an index is wanted.
+    scored_token: tuple[int, int] | None = None  # (index in the prompt, token id)
+    needs_alignment: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowResult:
+    """The decoded tokens of a window, with the end-of-sequence token if the answer has one.
+
+    Log-probabilities are those after all rules, before the temperature.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    scored_probability: float | None = None
+    # The attention of the prompt's tokens to the positions of the window, for each of the heads
+    # that align: float32 [heads, tokens, positions].
+    alignment: npt.NDArray[np.float32] | None = None
+
+
+Transcription = Generator[WindowRequest | Segment, WindowResult | None, Transcript]
