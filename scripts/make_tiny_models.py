@@ -21,7 +21,7 @@ from sensorium.models import ensure_torchvision
 
 ensure_torchvision()
 
-from tiny_models import audio, gemma, qwen, text, vision  # noqa: E402  (after the shim)
+from tiny_models import audio, gemma, qwen, speech, text, vision  # noqa: E402  (after the shim)
 
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llama": text.make_llama,
@@ -46,6 +46,9 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "audioflamingo3": audio.make_audioflamingo3,
     "qwen2_5_omni": audio.make_qwen2_5_omni,
     "voxtral": audio.make_voxtral,
+    "whisper": speech.make_whisper,
+    "whisper_en": speech.make_whisper_en,
+    "moonshine": speech.make_moonshine,
 }
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from sensorium.layers.kv_layout import LayerSpec
@@ -26,6 +26,23 @@ from sensorium.types.errors import ModelError
 _WINDOW_S = 30
 _SAMPLING_RATE = 16_000
 _NUM_PROBE_POSITIONS = 3  # another number than the tokens of the probes
+
+
+def count_positions(model_class: Any, num_inputs: int) -> int:
+    """Return how many positions an encoder makes of so many frames or samples of a sound.
+
+    `model_class` is the class of the model. Its function for this uses no model.
+    """
+    return int(model_class._get_feat_extract_output_lengths(None, num_inputs))
+
+
+def get_max_positions(model_class: Any, config: PretrainedConfig) -> int:
+    """Return how many positions the longest sound has that the model hears at once.
+
+    A model without a limit in its config takes samples, and hears windows of 30 seconds.
+    """
+    most: int | None = getattr(config, "max_source_positions", None)
+    return most or count_positions(model_class, _WINDOW_S * _SAMPLING_RATE)
 
 
 class EncoderDecoderAdapter(ModelAdapter):
@@ -44,10 +61,7 @@ class EncoderDecoderAdapter(ModelAdapter):
     @property
     def max_cross_positions(self) -> int:
         """The most positions of a sound that a request attends to, in windows of 30 seconds."""
-        most: int | None = getattr(self.config, "max_source_positions", None)
-        if most is None:
-            most = int(self.model._get_feat_extract_output_lengths(_WINDOW_S * _SAMPLING_RATE))
-        return most
+        return get_max_positions(type(self.model), self.config)
 
     def _set_attention(self, name: str) -> None:
         self._decoder_config._attn_implementation = name
@@ -131,9 +145,11 @@ class EncoderDecoderAdapter(ModelAdapter):
     def _compute_whole(self, tokens: torch.Tensor) -> torch.Tensor:
         width = self.embedding.weight.shape[1]
         states = torch.ones(1, _NUM_PROBE_POSITIONS, width, dtype=self.dtype, device=self.device)
+        encoded: Any = BaseModelOutput(last_hidden_state=states)
+        encoded.attention_mask = None  # Moonshine asks its encoder's output for one
         with attending(KVProbe()):
             output = self.model(
-                encoder_outputs=BaseModelOutput(last_hidden_state=states),
+                encoder_outputs=encoded,
                 decoder_input_ids=tokens[None],
                 use_cache=False,
             )

@@ -29,6 +29,7 @@ from sensorium.multimodal.processing.processor import (
     tokenize,
     tokenize_fragment,
 )
+from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, PlaceholderRange
 
@@ -138,6 +139,10 @@ def expand_text(
     `RequestError` if that is too long to be tokenised.
     """
     check_unicode(text)
+    if processor.beside is not None:
+        check_length(text)
+        token_ids = tokenize_fragment(processor.tokenizer, text)
+        return _place_beside(processor.beside, token_ids, items)
     expanded, spans = _replace_markers(processor, text, items)
     check_length(expanded)
     token_ids, find_token = tokenize(
@@ -165,9 +170,11 @@ def expand_token_ids(
     each item its modality, its hash and its range of tokens. Raise a `RequestError` if the prompt
     has more than `max_tokens` tokens after a replacement. None means no limit.
     """
+    if processor.beside is not None:
+        return _place_beside(processor.beside, token_ids, items)
     modality_of = {
-        processor.tokenizer.convert_tokens_to_ids(processor.get_marker(modality)): modality
-        for modality in processor.modalities
+        processor.tokenizer.convert_tokens_to_ids(marker): modality
+        for modality, marker in processor.markers.items()
     }
     queues = _make_queues(processor, [modality_of[t] for t in token_ids if t in modality_of], items)
     expanded: list[int] = []
@@ -189,6 +196,33 @@ def expand_token_ids(
     return expanded, _make_features(processor, expanded, ranges)
 
 
+def _place_beside(
+    sounds: SoundProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
+) -> ExpandedPrompt:
+    """Return the prompt of a model that attends to a sound beside its prompt, and the sound.
+
+    A prompt without tokens gets those with which the decoder begins. The sound's positions are no
+    positions of the prompt. They are counted from 0.
+    """
+    if len(items) != 1:
+        raise RequestError(
+            f"this model needs exactly one sound beside its prompt, but {len(items)} came with it"
+        )
+    num_positions = _get_layout(items[0]).num_embeds
+    if num_positions > sounds.max_positions:
+        raise RequestError(
+            f"the sound has {num_positions} positions, and a prompt of this model takes at most "
+            f"{sounds.max_positions}: send it in pieces, or let it be transcribed, which takes "
+            "sounds of any length"
+        )
+    feature = MultiModalFeatureSpec(
+        modality=items[0].modality,
+        mm_hash=items[0].mm_hash,
+        mm_position=PlaceholderRange(0, num_positions),
+    )
+    return list(token_ids) or list(sounds.start_token_ids), [feature]
+
+
 def _replace_markers(
     processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
 ) -> tuple[str, list[_Span]]:
@@ -197,7 +231,7 @@ def _replace_markers(
     A marker is a placeholder such as `<image>`. A range counts characters of the returned text, and
     its end is exclusive.
     """
-    modality_of = {processor.get_marker(modality): modality for modality in processor.modalities}
+    modality_of = {marker: modality for modality, marker in processor.markers.items()}
     pattern = "|".join(f"({re.escape(marker)})" for marker in modality_of) or "(?!)"
     pieces = [piece for piece in re.split(pattern, text) if piece]
     queues = _make_queues(processor, [modality_of[p] for p in pieces if p in modality_of], items)

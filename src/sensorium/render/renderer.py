@@ -32,7 +32,7 @@ class ChatRenderer:
     def __init__(self, processor: MultiModalProcessor) -> None:
         self._hf_processor = processor.hf_processor
         self._tokenizer = processor.tokenizer
-        self._markers = {m: processor.get_marker(m) for m in processor.modalities}
+        self._markers = processor.markers
         self._pattern = re.compile("|".join(map(re.escape, self._markers.values())) or "(?!)")
         self._special_tokens: Mapping[str, str] = dict(self._tokenizer.special_tokens_map)
         is_mistral = type(self._tokenizer).__name__ == "MistralCommonBackend"

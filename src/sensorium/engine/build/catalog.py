@@ -48,7 +48,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
         "family": f"not known: {unknown}" if family is None else family.name,
         "besides text": ", ".join(m for m in processor.modalities if m not in switched_off) or "-",
         "switched off": "; ".join(f"{m}: {why}" for m, why in switched_off.items()) or "-",
-        "markers": ", ".join(map(processor.get_marker, processor.modalities)) or "-",
+        "markers": ", ".join(processor.markers.values()) or "-",
         "sounds": f"{processor.sampling_rate} samples a second"
         if "audio" in processor.modalities
         else "-",

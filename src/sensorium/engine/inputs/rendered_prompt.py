@@ -245,6 +245,9 @@ def _check_tokens(
     Placeholders must lie within the prompt and must not overlap, and their embeddings must stand at
     all placeholder tokens of the prompt and at no other tokens.
     """
+    if processor.beside is not None:
+        _check_beside(items, processor.beside.max_positions)
+        return
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
     previous_end = 0
     for entry in items:
@@ -275,6 +278,18 @@ def _check_tokens(
         raise RequestError(
             f"has {found} placeholder tokens for media, but mm_placeholders cover {expected}",
             path=("prompt",),
+        )
+
+
+def _check_beside(items: Sequence[RenderedItem], max_positions: int) -> None:
+    """Raise a `RequestError` unless there is one sound, at 0, of a length that the model hears."""
+    if len(items) != 1:
+        raise RequestError(f"this model needs exactly one sound, not {len(items)}")
+    position = items[0].feature.mm_position
+    if position.offset or position.is_embed or not 0 < position.length <= max_positions:
+        raise RequestError(
+            f"a sound of this model has the offset 0 and from 1 to {max_positions} positions",
+            items[0].path,
         )
 
 

@@ -77,7 +77,8 @@ class _PromptWarmup:
         Raise a `ModelError` if not even text can be prepared. A modality that can't be prepared is
         switched off, since the server would refuse every request with it.
         """
-        self._warm_up_text()
+        if self._inputs.processor.beside is None:  # otherwise no prompt is without a sound
+            self._warm_up_text()
         if self._inputs.allowed_modalities:
             self._perceive("Multi-modal", skip_mm_cache=False)
             self._perceive("Readonly multi-modal", skip_mm_cache=True)
@@ -151,7 +152,7 @@ class _PromptWarmup:
         return {"prompt": _WORDS} if modality is None else self._make_plain_prompt(modality)
 
     def _make_plain_prompt(self, modality: str) -> Prompt:
-        marker = self._inputs.processor.get_marker(modality)
+        marker = self._inputs.processor.markers.get(modality, "")
         media = {modality: [_make_url(modality)]}
         return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": media}
 

@@ -19,8 +19,10 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
+from sensorium.models.loading import get_model_class
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
+from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MODALITIES, ItemLayout, MultiModalKwargsItem, ProcessedItem
 
@@ -189,7 +191,8 @@ class MultiModalProcessor:
         self._token_ids = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in MODALITIES
         }
-        is_multimodal = any(token_id is not None for token_id in self._token_ids.values())
+        is_speech = bool(config.is_encoder_decoder)
+        is_multimodal = is_speech or any(i is not None for i in self._token_ids.values())
         try:
             loaded: Any = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(
                 model, trust_remote_code=trust_remote_code
@@ -199,8 +202,13 @@ class MultiModalProcessor:
         self.hf_processor: Any = loaded if is_multimodal else None
         # Our own function for sounds calls the processor's parts, and cuts nothing off.
         self._call_own = PROCESSOR_CALLS.get(config.model_type)
-        self.takes_whole_sounds = self._call_own is not None
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
+        # For models that attend to a sound beside their prompt. No marker stands for it.
+        self.beside: SoundProcessor | None = None
+        if is_speech:
+            model_class = get_model_class(model, config, trust_remote_code=trust_remote_code)
+            self.beside = SoundProcessor(model_class, config, loaded.feature_extractor)
+        self.takes_whole_sounds = self._call_own is not None or is_speech
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
 
     @property
@@ -251,8 +259,16 @@ class MultiModalProcessor:
         return getattr(self.hf_processor, "video_processor", None)
 
     def _has_modality(self, modality: str) -> bool:
+        if self.beside is not None:
+            return modality == "audio"
         has_marker = getattr(self.hf_processor, f"{modality}_token", None) is not None
         return has_marker and bool(self._get_parts(modality) and self.get_token_ids(modality))
+
+    @property
+    def markers(self) -> dict[str, str]:
+        """Return the marker of each modality that has one, such as `<image>`."""
+        modalities = self.modalities if self.beside is None else ()
+        return {modality: self.get_marker(modality) for modality in modalities}
 
     def get_marker(self, modality: str) -> str:
         """Return the text that marks the place of a media item in a prompt, such as `<image>`."""
@@ -403,7 +419,7 @@ class MultiModalProcessor:
         """
         try:
             checked, metadata = self.check_media(modality, media, processor_kwargs)
-            tensors, text = self._call(modality, checked, metadata, processor_kwargs)
+            tensors, layout = self._process(modality, checked, metadata, processor_kwargs)
         except RequestError:
             raise
         except Exception as error:
@@ -412,8 +428,22 @@ class MultiModalProcessor:
             if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
                 raise
             raise RequestError(f"the media could not be processed: {str(error)[:300]}") from error
-        layout = self._make_layout(modality, text)
         return ProcessedItem(modality=modality, mm_hash=mm_hash, kwargs=tensors, layout=layout)
+
+    def _process(
+        self,
+        modality: str,
+        media: object,
+        metadata: Mapping[str, object] | None,
+        processor_kwargs: Mapping[str, object],
+    ) -> tuple[MultiModalKwargsItem, ItemLayout]:
+        if self.beside is None:
+            tensors, text = self._call(modality, media, metadata, processor_kwargs)
+            return tensors, self._make_layout(modality, text)
+        if processor_kwargs:
+            names = ", ".join(processor_kwargs)
+            raise RequestError(f"this model's processor takes no options, but was given: {names}")
+        return self.beside.process(media)  # type: ignore[arg-type]
 
     def count_item(
         self,
@@ -438,6 +468,9 @@ class MultiModalProcessor:
         A layout is the text that stands for an item in a prompt. This checks layouts that were made
         elsewhere.
         """
+        if self.beside is not None:
+            self.beside.check_layout(layout)
+            return
         if len(layout.text) > _MAX_CHARACTERS + _MAX_CHARACTERS_PER_EMBED * layout.num_embeds:
             raise RequestError(
                 f"the layout of a {modality} has {len(layout.text)} characters of text, which is "
