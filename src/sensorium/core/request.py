@@ -24,6 +24,7 @@ from sensorium.types.request import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    SpeechFindings,
     TokenLogprobs,
 )
 from sensorium.types.sampling import SamplingParams
@@ -99,10 +100,12 @@ class Request:
         self._max_num_tokens = (
             math.inf if max_tokens is None else self.num_prompt_tokens + max_tokens
         )
+        speech = self.sampling_params.speech
         # The host has to know each token before it can tell which may come next.
         self._is_token_read = (
             self.sampling_params.has_penalties
             or self.sampling_params.structured_outputs is not None
+            or (speech is not None and speech.timestamps is not None)
             or any(len(sequence) > 1 for sequence in core_request.bans.sequences)
         )
 
@@ -208,6 +211,7 @@ class Request:
         new_token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+        speech: SpeechFindings | None = None,
     ) -> EngineCoreOutput:
         """Return an output of this request, with the given tokens and log-probabilities.
 
@@ -221,6 +225,7 @@ class Request:
             new_token_ids=new_token_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            speech=speech,
             finish_reason=reason,
             stop_token_id=stop_token_id,
             error=None if error is None else make_record(error),

@@ -361,10 +361,8 @@ class Scheduler:
             if scheduled.is_sampled and not is_late:
                 outputs.append(self._take_token(request, result, prompt_logprobs, now))
             elif prompt_logprobs:
-                request_id = request.request_id
-                outputs.append(
-                    EngineCoreOutput(request_id=request_id, prompt_logprobs=prompt_logprobs)
-                )
+                name = request.request_id
+                outputs.append(EngineCoreOutput(request_id=name, prompt_logprobs=prompt_logprobs))
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
@@ -476,6 +474,7 @@ class Scheduler:
             new_token_ids=(token_id,),
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
+            speech=result.speech.get(request.request_id),
         )
 
     def _finish(self, request: Request, error: RequestError | None = None) -> EngineCoreOutput:

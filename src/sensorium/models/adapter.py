@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class ModelAdapter:
     has_causal_full_layers = False
     # The most media positions that a request attends to by cross-attention. 0: there is none.
     max_cross_positions = 0
+    # Layer with cross-attention -> its heads that align the text with a sound.
+    alignment_heads: Mapping[int, Sequence[int]] = MappingProxyType({})
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

@@ -57,11 +57,22 @@ class EncoderDecoderAdapter(ModelAdapter):
         super().__init__(model)
         self.num_decoder_layers = int(self.text_config.num_hidden_layers)
         self._number_cross_layers()
+        self.alignment_heads = self._get_alignment_heads()
 
     @property
     def max_cross_positions(self) -> int:
         """The most positions of a sound that a request attends to, in windows of 30 seconds."""
         return get_max_positions(type(self.model), self.config)
+
+    def _get_alignment_heads(self) -> dict[int, list[int]]:
+        """Return the heads that align text with sounds, by the index of their layer.
+
+        The generation config of a Whisper lists them, if they are known.
+        """
+        heads: dict[int, list[int]] = {}
+        for layer, head in getattr(self.model.generation_config, "alignment_heads", None) or ():
+            heads.setdefault(self.num_decoder_layers + layer, []).append(head)
+        return heads
 
     def _set_attention(self, name: str) -> None:
         self._decoder_config._attn_implementation = name

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemTimes
-from sensorium.types.request import CoreTimes, FinishReason
+from sensorium.types.request import CoreTimes, FinishReason, SpeechFindings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class RequestOutput:
     num_encoder_hits: int = 0  # items with an encoder output that was in the cache
     encoder_hits: tuple[int, ...] = ()  # the indices of these items
     mm_items: tuple[MediaItemReport, ...] = ()
+    speech: SpeechFindings | None = None  # if the request is part of a transcript
     times: CoreTimes | None = None  # of the first completion
     stages: ItemTimes = field(default_factory=dict)  # of what was done before the core had it
     error: RequestError | None = None

@@ -128,6 +128,18 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechFindings:
+    """What the engine has found in the prompt of a transcript, as its `SpeechRules` ask.
+
+    `alignment` has float32 values of the shape [heads, tokens, positions of the sound].
+    """
+
+    logprob: float | None = None
+    shape: tuple[int, ...] = ()
+    alignment: bytes = b""
+
+
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The results of a step for one request; an output with a `finish_reason` is its last one."""
 
@@ -136,6 +148,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     logprobs: tuple[TokenLogprobs, ...] = ()
     # The log-probabilities of the next prompt tokens; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    speech: SpeechFindings | None = None  # with the first token of a transcript
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token of the caller that ended it
     error: ErrorRecord | None = None  # the reason of `FinishReason.ERROR`

@@ -58,6 +58,19 @@ class TimestampRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeechRules:
+    """What a transcript asks of the engine beside its sampling parameters.
+
+    With them, log-probabilities are those after all bans, as Whisper's rules need them.
+    """
+
+    timestamps: TimestampRules | None = None
+    # The log-probability of a token behind the prompt's token at an index: (index, token id).
+    scored_token: tuple[int, int] | None = None
+    needs_alignment: bool = False  # the attention of the prompt to its sound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
     """The defaults for requests from the model's `generation_config.json`.
 
@@ -177,6 +190,9 @@ class SamplingParams:
     kept_special_token_ids: Sequence[int] = parameter(
         (), "Special tokens that stay in the text nevertheless.", is_internal=True
     )
+    speech: SpeechRules | None = parameter(
+        None, "The rules of a transcript.", kind="speech", is_internal=True
+    )
 
     def __post_init__(self) -> None:
         for declared in list_sampling_fields():
@@ -213,7 +229,7 @@ class SamplingParams:
         return replace(self, seed=seed if self.seed is None else self.seed, **missing)
 
 
-Kind = Literal["integer", "number", "flag", "texts", "words", "token_ids", "biases", "structured"]
+Kind = Literal["integer", "number", "flag", "texts", "words", "token_ids", "biases", "structured", "speech"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +299,7 @@ def _read_field(entry: Field[Any], hint: Any) -> SamplingField:
     is_optional = type(None) in get_args(hint)
     if is_optional:
         (hint,) = (member for member in get_args(hint) if member is not type(None))
-    details = {"kind": _KINDS[hint], **entry.metadata}
+    details = {"kind": _KINDS.get(hint), **entry.metadata}
     return SamplingField(name=entry.name, default=entry.default, is_optional=is_optional, **details)
 
 
@@ -415,4 +431,5 @@ _RULES: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
         "StructuredOutputsParams, or a mapping with its fields",
         lambda value: isinstance(value, StructuredOutputsParams),
     ),
+    "speech": ("SpeechRules", lambda value: isinstance(value, SpeechRules)),
 }

@@ -9,7 +9,7 @@ from enum import Enum
 import msgspec
 
 from sensorium.types.errors import RequestError
-from sensorium.types.request import EngineCoreRequest, TokenLogprobs
+from sensorium.types.request import EngineCoreRequest, SpeechFindings, TokenLogprobs
 
 # Block ids of one request, one tuple per KV cache group.
 BlockIds = tuple[tuple[int, ...], ...]
@@ -116,6 +116,7 @@ class ModelRunnerOutput:
     # request id -> one entry for each token in the step that another prompt token follows, for
     # requests that ask for them
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    speech: Mapping[str, SpeechFindings] = field(default_factory=dict)  # by request id
     encode_s: float = 0.0  # how long the encoders took, measured by the host
     mode: StepMode | None = None  # None: nothing was computed
     # Requests that could not choose a token, because their grammar has not computed yet which are

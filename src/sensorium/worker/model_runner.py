@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ from sensorium.worker.input_batch import (
     get_partial_blocks,
 )
 from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.listening import NO_FINDINGS, Findings, Listener
 from sensorium.worker.prompt_scorer import NO_SCORES, PromptScorer, PromptScores
 from sensorium.worker.request_states import PromptPositions, RequestState, RequestTable
 from sensorium.worker.sampling.sampler import Sampler, Sampling
@@ -63,6 +65,7 @@ class LaunchedStep:
     encode_s: float
     mode: StepMode | None = None
     scores: PromptScores = NO_SCORES
+    findings: Findings = NO_FINDINGS
     choice: _Choice | None = None
 
 
@@ -118,6 +121,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(device=adapter.device)
         self._prompt_scorer = PromptScorer(adapter)
+        self._listener = Listener(adapter)
         self._grammars = GrammarMasks(grammars)
 
     @property
@@ -157,7 +161,9 @@ class ModelRunner:
         items may be outside, because their embeddings come from encoders.
         """
         token_ids = np.array(request.prompt_token_ids)
-        for feature in request.mm_features:
+        # With cross-attention, no token of the prompt stands for media.
+        features = request.mm_features if self._cross_group is None else ()
+        for feature in features:
             for start, end in feature.mm_position.extract_embeds_range():
                 token_ids[start:end] = 0
         most = int(token_ids.max(initial=0))
@@ -223,6 +229,7 @@ class ModelRunner:
             failed_encodes=step.failed_encodes,
             failed_requests=step.failed_requests,
             prompt_logprobs=step.scores.read(),
+            speech=step.findings.read(),
             encode_s=step.encode_s,
             mode=step.mode,
         )
@@ -349,8 +356,11 @@ class ModelRunner:
         return replace(step, mode=StepMode.DECODE_GRAPH, choice=choice)
 
     def _run_batch(self, inputs: StepInputs, step: LaunchedStep) -> LaunchedStep:
+        self._listener.begin(inputs.rows)
         hidden, mode = self._forward(inputs)
         scores = self._prompt_scorer.score(hidden, inputs.rows)
+        if self._cross_group is not None:
+            step = replace(step, findings=self._listener.finish(hidden))
         if not inputs.sampled:
             return replace(step, scores=scores, mode=mode)
         logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
@@ -457,7 +467,10 @@ class ModelRunner:
         """
         cache = self._kv_cache[layer_index]
         if cache.group_index == self._cross_group and self._cross is not None:
-            return attend_cross(cache, self._cross, query, key, value, scaling=scaling)
+            observe = partial(self._listener.observe, layer_index, scaling)
+            return attend_cross(
+                cache, self._cross, query, key, value, scaling=scaling, observe=observe
+            )
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 
     def _attend_stored(

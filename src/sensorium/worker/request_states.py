@@ -8,13 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import NO_BANS
 from sensorium.types.scheduling import BlockIds
 from sensorium.utils.arrays import GrowingArray, IntArray
-from sensorium.worker.sampling.sampling_row import SamplingRow, SequenceBans, TokenCounts
+from sensorium.worker.sampling.sampling_row import (
+    SamplingRow,
+    SequenceBans,
+    TokenCounts,
+    find_banned_times,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +110,9 @@ class RequestState:
         self.unread_row = 0  # the last unread token is in this row of the tokens of its step
         self.last_token_id = int(self.token_ids.values[-1])  # of those that were read
         self.failure: RequestError | None = None  # why it has no place in later steps
+        # What a transcript asks for (see `worker.listening`), until its first token is chosen.
+        self.attention: dict[int, list[torch.Tensor]] = {}  # by the index of a layer
+        self.scored_logprob: torch.Tensor | None = None
         self.row = table.take_row()
         self._table = table
         table.offsets[:, self.row] = 0 if mrope is None else np.reshape(mrope.delta, -1)
@@ -112,6 +121,7 @@ class RequestState:
         self._bans = SequenceBans(request.bans) if request.bans != NO_BANS else None
         self._counts = TokenCounts(request, output_token_ids) if self.params.has_penalties else None
         self._encoder_key_suffix = request.encoder_key_suffix
+        self._timestamps = None if self.params.speech is None else self.params.speech.timestamps
         self._sampling_row = SamplingRow(params=self.params, counts=self._counts)
 
     @property
@@ -171,6 +181,9 @@ class RequestState:
             eos = () if is_free else self.request.eos_token_ids
             banned += (*eos, *self.params.stop_token_ids)
         row.banned_token_ids = banned
+        if self._timestamps is not None:
+            output = self.token_ids.values[self.num_prompt_tokens :]
+            row.banned_ranges = find_banned_times(self._timestamps, output)
         return row
 
     def add_blocks(self, new_block_ids: BlockIds) -> None:

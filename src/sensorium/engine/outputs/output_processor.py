@@ -20,7 +20,13 @@ from sensorium.engine.outputs.completions import (
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemTimes, MultiModalFeatureSpec
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.request import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    SpeechFindings,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True)
@@ -32,6 +38,7 @@ class _RequestState:
     completions: dict[str, Completion]  # id in the core -> completion, in the order of indices
     is_streamed: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    speech: SpeechFindings | None = None
     mm_items: tuple[MediaItemReport, ...] = ()
     stages: ItemTimes = field(default_factory=dict)
     sent: float | None = None  # when it was sent to the core
@@ -136,6 +143,7 @@ class OutputProcessor:
             if state is None:
                 continue  # it has already ended, at a stop string or with its request
             state.prompt_logprobs.extend(output.prompt_logprobs)
+            state.speech = output.speech or state.speech
             completion = state.completions[output.request_id]
             completion.add(output)
             if state.is_streamed:
@@ -216,6 +224,7 @@ class OutputProcessor:
             num_cached_tokens=first.num_cached_tokens,
             num_encoder_hits=first.num_encoder_hits,
             encoder_hits=first.encoder_hits,
+            speech=state.speech,
             mm_items=place_reports(state.mm_items, state.request.mm_features),
             times=first.times,
             stages=stages,

@@ -7,13 +7,16 @@ are scattered, they are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sensorium.layers.attention.backend import LayerCache
+
+
+Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +53,12 @@ def attend_cross(
     value: torch.Tensor,
     *,
     scaling: float | None,
+    observe: Observe | None = None,
 ) -> torch.Tensor:
     """Store new keys and values, and return the output [1, N, H, D of values] of cross-attention.
 
-    A request without media gets zeros.
+    A request without media gets zeros. `observe` is called with the number of each row, its query
+    and its keys.
     """
     num_new = len(tables.slot_mapping)
     if num_new:
@@ -61,10 +66,12 @@ def attend_cross(
             new = tensor[0, :, :num_new].transpose(0, 1)
             pages.flatten(0, 1).index_copy_(0, tables.slot_mapping, new)
     output = query.new_zeros(1, query.shape[2], query.shape[1], cache.values.shape[-1])
-    for row in tables.rows:
+    for number, row in enumerate(tables.rows):
         if not row.num_positions:
             continue
         keys, values = (_get_positions(pages, row) for pages in (cache.keys, cache.values))
+        if observe is not None:
+            observe(number, query[:, :, row.start : row.end], keys)
         result = scaled_dot_product_attention(
             query[:, :, row.start : row.end],
             keys,

@@ -37,6 +37,8 @@ def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
         arrays |= _prepare_allowed(edited, vocab_size)
     if any(row.mask is not None for _, row in edited):
         arrays |= _prepare_masks(edited, vocab_size)
+    if any(row.banned_ranges is not None for _, row in edited):
+        arrays |= _prepare_times(edited)
     if any(row.banned_token_ids for _, row in edited):
         arrays["banned_at"] = _get_places(
             ((index, row.banned_token_ids) for index, row in edited), vocab_size
@@ -65,6 +67,8 @@ def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> to
         _keep_masked(edited, tensors["mask_rows"], tensors["mask_words"])
     if "banned_at" in tensors:
         flat.index_fill_(0, tensors["banned_at"], float("-inf"))
+    if "time_rows" in tensors:
+        _keep_times(edited, tensors)
     return edited
 
 
@@ -88,6 +92,44 @@ def _keep_masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) 
     is_banned = is_banned.view(len(rows), -1)[:, : logits.shape[-1]]
     kept = logits.index_select(0, rows).masked_fill_(is_banned, float("-inf"))
     logits.index_copy_(0, rows, kept)
+
+
+def _keep_times(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Apply Whisper's rules for timestamps to some rows, in place.
+
+    First the banned ranges. Then, if all timestamps together are likelier than each token of text,
+    the tokens of text are banned.
+    """
+    rows, first = tensors["time_rows"], tensors["time_first"][:, None]
+    places = torch.arange(logits.shape[-1], device=logits.device)
+    ranges = tensors["time_ranges"].view(len(rows), -1, 2, 1)
+    is_banned = ((places >= ranges[:, :, 0]) & (places < ranges[:, :, 1])).any(1)
+    kept = logits.index_select(0, rows).masked_fill_(is_banned, float("-inf"))
+    logprobs, is_text = kept.log_softmax(-1), places < first
+    times = logprobs.masked_fill(is_text, float("-inf")).logsumexp(-1, keepdim=True)
+    text = logprobs.masked_fill(~is_text, float("-inf")).amax(-1, keepdim=True)
+    kept.masked_fill_(is_text & (times > text), float("-inf"))
+    logits.index_copy_(0, rows, kept)
+
+
+def _prepare_times(edited: _Edited) -> Arrays:
+    """Return arrays with the rows that have rules for timestamps, and their banned ranges.
+
+    All rows get the same number of ranges. Those that are added are empty.
+    """
+    ruled = [(index, row.banned_ranges, row) for index, row in edited if row.banned_ranges]
+    most = max(len(ranges) for _, ranges, _ in ruled)
+    padded = [[*ranges, *[(0, 0)] * (most - len(ranges))] for _, ranges, _ in ruled]
+    return {
+        "time_rows": np.array([index for index, _, _ in ruled], dtype=np.int64),
+        "time_first": np.array([_get_first_time(row) for _, _, row in ruled], dtype=np.int64),
+        "time_ranges": np.array(padded, dtype=np.int64).reshape(-1),
+    }
+
+
+def _get_first_time(row: SamplingRow) -> int:
+    rules = row.params.speech
+    return 0 if rules is None or rules.timestamps is None else rules.timestamps.first_id
 
 
 def _prepare_bias(edited: _Edited, vocab_size: int) -> Arrays:

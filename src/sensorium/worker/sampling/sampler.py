@@ -16,7 +16,8 @@ The order, for each row:
   6. The draw depends only on the seed and the token's index. What else is in the batch, and whether
      the request was preempted, makes no difference.
 
-vLLM and Transformers do steps 1 to 3 in the same order. Log-probabilities are those before step 1.
+vLLM and Transformers do steps 1 to 3 in the same order. Log-probabilities are those before step 1,
+but those of transcripts are taken after step 3: Whisper's rules compare them so.
 """
 
 from __future__ import annotations
@@ -128,6 +129,9 @@ class Sampler:
         if edits:
             is_all_banned = highest.isneginf() & logits.amax(-1).isfinite()
             marked = marked.masked_fill(is_all_banned, -2)
+        if "ruled_rows" in tensors:  # log-probabilities after the rules
+            ruled = tensors["ruled_rows"]
+            logits = logits.index_copy(0, ruled, edited.index_select(0, ruled))
         return Sampling(marked, rows, _compute_logprobs(logits, token_ids, tensors, rows))
 
 
@@ -145,7 +149,11 @@ def _mark(highest: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 def _prepare_logprobs(rows: Sequence[SamplingRow]) -> Arrays:
     wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
-    return {"logprobs_rows": np.array(wanted, dtype=np.int64)} if wanted else {}
+    if not wanted:
+        return {}
+    arrays: Arrays = {"logprobs_rows": np.array(wanted, dtype=np.int64)}
+    ruled = [index for index in wanted if rows[index].params.speech is not None]
+    return arrays | ({"ruled_rows": np.array(ruled, dtype=np.int64)} if ruled else {})
 
 
 def _compute_logprobs(

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from sensorium.types.request import EngineCoreRequest
-from sensorium.types.sampling import SamplingParams, TokenBans
+from sensorium.types.sampling import SamplingParams, TimestampRules, TokenBans
 from sensorium.utils.arrays import GrowingArray, IntArray
+
+
+MAX_TOKEN_ID = 2**31 - 1
 
 
 class TokenCounts:
@@ -79,6 +82,34 @@ class SequenceBans:
         return banned
 
 
+def find_banned_times(
+    rules: TimestampRules, output_token_ids: IntArray
+) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of tokens [start, end) that must not come next in a text with timestamps.
+
+    `output_token_ids` are those of the text so far. Timestamps come in pairs, which end one segment
+    and begin the next, and they never go back. A segment takes some time. So the time that ends one
+    is later than its begin, and the next may begin at the same time.
+    """
+    first = rules.first_id
+    ranges = [(rules.no_timestamps_id, rules.no_timestamps_id + 1)]
+    if not len(output_token_ids):
+        ranges.append((0, first))
+        if rules.max_initial_index is not None:
+            ranges.append((first + rules.max_initial_index + 1, MAX_TOKEN_ID))
+        return tuple(ranges)
+    is_time = output_token_ids >= first
+    ends_segment = bool(is_time[-1]) and len(is_time) > 1 and not is_time[-2]
+    if ends_segment:  # the next segment begins, or the text ends
+        ranges.append((0, rules.eos_token_id))
+    elif is_time[-1]:  # a segment has begun: text follows
+        ranges.append((first, MAX_TOKEN_ID))
+    if is_time.any():
+        last = int(output_token_ids[is_time][-1])
+        ranges.append((first, last if ends_segment else last + 1))
+    return tuple(ranges)
+
+
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
     """The sampling parameters and state of one request, from which its next token is chosen."""
@@ -88,6 +119,8 @@ class SamplingRow:
     # They would end the request before `min_tokens`, or complete a banned sequence.
     banned_token_ids: tuple[int, ...] = ()
     counts: TokenCounts | None = None  # None if the request has no penalties
+    # Ranges of tokens [start, end) that Whisper's rules for timestamps ban here. None: no rules.
+    banned_ranges: tuple[tuple[int, int], ...] | None = None
     # Bit i of word w is set if the request's grammar allows token 64 * w + i. None: no grammar.
     mask: IntArray | None = None
 
@@ -101,6 +134,7 @@ class SamplingRow:
             self.banned_token_ids
             or self.counts is not None
             or self.mask is not None
+            or self.banned_ranges is not None
             or self.params.logit_bias
             or self.params.allowed_token_ids is not None
         )

@@ -1,0 +1,116 @@
+"""Computes what transcripts ask of the prompts of a speech model, beside the next token.
+
+That is the log-probability of one token somewhere in a prompt, and the attention of a prompt's
+tokens to the sound in the model's heads that align text with sounds. A prompt may take several
+steps. What these find is kept in the state of its request, until its first token is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sensorium.models.adapter import ModelAdapter
+from sensorium.types.request import SpeechFindings
+from sensorium.utils.arrays import Download
+from sensorium.worker.input_batch import Row
+from sensorium.worker.request_states import RequestState
+
+
+class Findings:
+    """What a step has found for the requests that choose their first token in it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], request_ids: Sequence[str]) -> None:
+        self._download = Download(tensors)
+        self._request_ids = request_ids
+
+    def read(self) -> dict[str, SpeechFindings]:
+        """Wait for the device if need be, and return the findings by request id."""
+        if not self._request_ids:
+            return {}
+        tensors = self._download.read()
+        found = {}
+        for name in self._request_ids:
+            logprob, alignment = tensors.get(f"logprob {name}"), tensors.get(f"alignment {name}")
+            found[name] = SpeechFindings(
+                logprob=None if logprob is None else float(logprob),
+                shape=() if alignment is None else tuple(alignment.shape),
+                alignment=b"" if alignment is None else alignment.numpy().tobytes(),
+            )
+        return found
+
+
+NO_FINDINGS = Findings({}, ())
+
+
+class Listener:
+    """A watcher of the steps of a model with cross-attention."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+        # The index of a layer with cross-attention -> its heads that align text with sounds.
+        self._heads = {
+            index: torch.tensor(heads, device=adapter.device)
+            for index, heads in adapter.alignment_heads.items()
+        }
+        self._rows: Sequence[Row] = ()
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Note the requests of a step before it is computed."""
+        self._rows = rows
+
+    def observe(
+        self,
+        layer_index: int,
+        scaling: float | None,
+        row: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+    ) -> None:
+        """Keep the attention of a request's tokens [1, H, N, D] to its sound [1, H, S, D].
+
+        Heads that do not align, and requests that do not ask for this, cost nothing.
+        """
+        state = self._rows[row][1]
+        rules = state.params.speech
+        if rules is None or not rules.needs_alignment or layer_index not in self._heads:
+            return
+        heads = self._heads[layer_index]
+        chosen, others = query[0].index_select(0, heads), keys[0].index_select(0, heads)
+        scale = chosen.shape[-1] ** -0.5 if scaling is None else scaling
+        weights = torch.matmul(chosen.float() * scale, others.float().transpose(1, 2)).softmax(-1)
+        state.attention.setdefault(layer_index, []).append(weights)
+
+    def finish(self, hidden: torch.Tensor) -> Findings:
+        """Score tokens by the hidden states [N, width] of a step, and return what is complete."""
+        tensors: dict[str, torch.Tensor] = {}
+        names: list[str] = []
+        start = 0
+        for scheduled, state in self._rows:
+            if state.params.speech is not None and state.num_output_tokens == 0:
+                first = scheduled.num_computed_tokens
+                self._score(hidden[start : start + scheduled.num_new_tokens], first, state)
+                if scheduled.is_sampled:
+                    names.append(scheduled.request_id)
+                    tensors |= self._take(scheduled.request_id, state)
+            start += scheduled.num_new_tokens
+        return Findings(tensors, names) if names else NO_FINDINGS
+
+    def _score(self, hidden: torch.Tensor, first: int, state: RequestState) -> None:
+        """Compute the log-probability that a request asks for, if its position is in this step."""
+        scored = None if state.params.speech is None else state.params.speech.scored_token
+        if scored is not None and first <= scored[0] < first + len(hidden):
+            index, token_id = scored
+            logits = self._adapter.logits(hidden[index - first][None])[0]
+            state.scored_logprob = logits.log_softmax(-1)[token_id]
+
+    def _take(self, name: str, state: RequestState) -> dict[str, torch.Tensor]:
+        tensors = {}
+        if state.scored_logprob is not None:
+            tensors[f"logprob {name}"] = state.scored_logprob
+        if state.attention:
+            layers = [torch.cat(parts, dim=1) for _, parts in sorted(state.attention.items())]
+            tensors[f"alignment {name}"] = torch.cat(layers)
+            state.attention = {}
+        return tensors
