@@ -23,6 +23,8 @@ from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedReq
 from sensorium.engine.inputs.preparation import Preparation
 from sensorium.engine.inputs.renderer import Chat, Renderer
 from sensorium.multimodal.cache.mirror import MirrorSender
+from sensorium.multimodal.media import MediaItem, PerceptionOptions
+from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -252,6 +254,20 @@ class AsyncEngine:
             yield prepared.processed
         finally:
             self._inputs.release(prepared.processed)
+
+    @asynccontextmanager
+    async def perceive(
+        self, item: MediaItem, options: PerceptionOptions
+    ) -> AsyncIterator[PerceivedItem]:
+        """Process a media item without a prompt, and yield it with its tensors.
+
+        The item is released at the end of the block. The cache that the core mirrors is not used.
+        """
+        item_and_tensors = await self._preparation.perceive(item, options)
+        try:
+            yield item_and_tensors
+        finally:
+            self._inputs.readonly.release([item_and_tensors])
 
     async def reset_cache(self, level: str) -> None:
         """Empty one cache, here and in the core, and wait until the core has done so.

@@ -29,8 +29,15 @@ from sensorium.engine.inputs.renderer import (
     Renderer,
     make_chats,
 )
+from sensorium.engine.speech.batch import (
+    TranscribeKwargs,
+    TranscriptBatch,
+    make_items,
+    make_options,
+)
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.render.prompts import as_params, as_prompts
+from sensorium.speech.transcript import Transcript
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
 from sensorium.types.options import check_names, make_group, takes_options
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
@@ -80,6 +87,7 @@ class LLM:
             switched_off=switched_off,
         )
         self.input_processor.max_model_len = self.config.limits.max_model_len
+        self._speech = frontend.speech
         self._num_threads = media.mm_processor_pool_size
         self._ids = count()
         self._driver = RequestDriver(frontend.processor.tokenizer, self.perception.caches.sender)
@@ -186,6 +194,33 @@ class LLM:
         if len(chats) != 1:
             raise RequestError(f"only one conversation can be streamed, not {len(chats)}")
         return self.stream(chats[0], sampling_params)
+
+    def transcribe(
+        self, sounds: Any, *, use_tqdm: bool = True, **options: Unpack[TranscribeKwargs]
+    ) -> list[Transcript]:
+        """Write down what is said in one sound or in a list of sounds, and return the transcripts.
+
+        A sound is the path of a file, an address, the bytes of a file, or a pair of samples and
+        their rate. It may have any length. The sounds of one call are computed together. `options`
+        are those of `sensorium.speech.options.SpeechOptions`. Raises a `RequestError` if the model
+        is no speech model, or if a sound can't be decoded.
+        """
+        self._check_open()
+        if self._speech is None:
+            raise RequestError("this model is no speech model, so it can't transcribe")
+        batch = TranscriptBatch(
+            self._speech,
+            self.perception.readonly,
+            make_options(options),
+            add=self._add,
+            step=self._step,
+            max_running=2 * self.config.limits.max_num_seqs,
+        )
+        try:
+            with tqdm(disable=not use_tqdm, unit="s", desc="transcribe") as bar:
+                return batch.run(make_items(sounds), bar)
+        finally:
+            self._abort_returned()
 
     @cached_property
     def renderer(self) -> Renderer:

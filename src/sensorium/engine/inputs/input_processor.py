@@ -141,7 +141,7 @@ class InputProcessor:
         self.defaults = defaults
         # The core's limit, so that longer prompts are refused here; `None`: not known yet.
         self.max_model_len: int | None = None
-        self._readonly = readonly or pipeline
+        self.readonly = readonly or pipeline
         self._limits = dict(limit_mm_per_prompt)
         self._mm_processor_kwargs = dict(mm_processor_kwargs or {})
         self._media_io_kwargs = dict(media_io_kwargs or {})
@@ -178,12 +178,12 @@ class InputProcessor:
         """
         inputs = copy.copy(self)
         inputs.max_model_len = None
-        inputs.pipeline, inputs._readonly = self.pipeline.for_warmup(), self._readonly.for_warmup()
+        inputs.pipeline, inputs.readonly = self.pipeline.for_warmup(), self.readonly.for_warmup()
         try:
             yield inputs
         finally:
             inputs.pipeline.loader.close()
-            inputs._readonly.loader.close()
+            inputs.readonly.loader.close()
 
     def draw_seed(self) -> int:
         """Return a random sampling seed of 63 bits for a request that has none."""
@@ -294,7 +294,7 @@ class InputProcessor:
         pipeline.release(processed.items)
 
     def _get_pipeline(self, *, skip_mm_cache: bool) -> MediaPipeline:
-        return self._readonly if skip_mm_cache else self.pipeline
+        return self.readonly if skip_mm_cache else self.pipeline
 
     def _expand(
         self,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from sensorium.engine.inputs.renderer import Chat, Prepared, Renderer
+from sensorium.multimodal.media import MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import StoppingError
 from sensorium.types.request import Prompt
@@ -100,6 +101,23 @@ class Preparation:
             drop=lambda unwanted: pipeline.release([unwanted]),
         )
         return again
+
+    async def perceive(self, item: MediaItem, options: PerceptionOptions) -> PerceivedItem:
+        """Process a media item for a request of several prompts, in the threads for media.
+
+        Return the item with its tensors. The caller has to release it to the read-only pipeline.
+        Raise a `RequestError` if the item can't be processed.
+        """
+        inputs, cancelled = self._renderer.inputs, Future[None]()
+        inputs.switched_off.check(item.modality)
+        pipeline = inputs.readonly
+        (perceived,), _ = await self._run(
+            pipeline.perceive_pausing([item], options, cancelled=cancelled),
+            self._threads["media"],
+            cancelled,
+            drop=pipeline.release,
+        )
+        return perceived
 
     async def _run(
         self,

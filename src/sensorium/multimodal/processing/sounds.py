@@ -19,6 +19,7 @@ from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem
 
 Samples = npt.NDArray[np.float32]
+NUM_SAMPLES = "num_samples"  # a tensor of an item, with the length of its sound without padding
 
 
 class SoundProcessor:
@@ -27,6 +28,11 @@ class SoundProcessor:
     def __init__(self, model_class: Any, config: PretrainedConfig, extractor: Any) -> None:
         self._model_class = model_class
         self._extractor = extractor
+        self.sampling_rate = int(extractor.sampling_rate)
+        self.samples_per_frame = int(getattr(extractor, "hop_length", 1))
+        (self.input_name,) = extractor.model_input_names[:1]
+        # The frames of a window, which shorter sounds are padded to. None: sounds are not padded.
+        self._num_window_frames: int | None = getattr(extractor, "nb_max_frames", None)
         self.max_positions = get_max_positions(model_class, config)
         # With these tokens the decoder begins if a prompt has none.
         self.start_token_ids: tuple[int, ...] = (int(config.decoder_start_token_id),)
@@ -36,17 +42,36 @@ class SoundProcessor:
 
         Raise `RequestError` if the sound is too short for the encoder.
         """
-        extractor = self._extractor
-        options: dict[str, Any] = {"sampling_rate": extractor.sampling_rate, "return_tensors": "pt"}
-        if len(sound) > getattr(extractor, "n_samples", len(sound)):  # longer than a window
+        options: dict[str, Any] = {"sampling_rate": self.sampling_rate, "return_tensors": "pt"}
+        window = self._num_window_frames
+        if window is not None and len(sound) > window * self.samples_per_frame:
             options |= {"truncation": False, "padding": "longest"}
-        output = extractor(sound, **options)
-        (name,) = extractor.model_input_names[:1]
-        features: torch.Tensor = output[name]
-        num_positions = count_positions(self._model_class, features.shape[-1])
+        features: torch.Tensor = self._extractor(sound, **options)[self.input_name]
+        tensors = self._make_item(features, len(sound))
+        num_positions = self.count_positions(tensors)
         if num_positions < 1:
             raise RequestError("this sound is too short: the model hears nothing of it")
-        return {name: features}, ItemLayout(text="", token_id=0, num_embeds=num_positions)
+        return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
+
+    def _make_item(self, features: torch.Tensor, num_samples: int) -> MultiModalKwargsItem:
+        return {self.input_name: features, NUM_SAMPLES: torch.tensor([num_samples])}
+
+    def count_positions(self, item: MultiModalKwargsItem) -> int:
+        """Return how many positions the encoder makes of an item."""
+        return count_positions(self._model_class, item[self.input_name].shape[-1])
+
+    def cut_window(
+        self, features: torch.Tensor, first_frame: int, num_frames: int
+    ) -> MultiModalKwargsItem:
+        """Return the item of some frames of a sound, given the features of the whole sound.
+
+        If the model needs windows of a fixed length, the frames behind them are zeros, as in
+        Transformers. But a short sound was already padded, and its padding belongs to it.
+        """
+        size = self._num_window_frames or num_frames
+        window = features[..., first_frame : first_frame + size]
+        window = torch.nn.functional.pad(window, (0, size - window.shape[-1]))
+        return self._make_item(window.contiguous(), num_frames * self.samples_per_frame)
 
     def check_layout(self, layout: ItemLayout) -> None:
         """Raise `RequestError` if no sound of this model can have the given layout."""

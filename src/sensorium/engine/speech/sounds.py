@@ -1,0 +1,111 @@
+"""A sound that is being transcribed: its features, and the prompts of its windows.
+
+The features of the whole sound are computed once and are in a cache, under the hash of the sound.
+A window is a part of them. Its name is that hash and its place, so that the encoder's output of a
+window is found again when the same sound comes again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.processing.sounds import NUM_SAMPLES, SoundProcessor
+from sensorium.speech.options import SpeechOptions
+from sensorium.speech.windows import WindowRequest, WindowResult
+from sensorium.types.errors import InvariantError
+from sensorium.types.multimodal import PlaceholderRange
+from sensorium.types.outputs import RequestOutput
+from sensorium.types.request import RenderedPrompt
+from sensorium.types.sampling import SamplingParams, SpeechRules
+
+_MODALITY = "audio"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScope:
+    """What all prompts of a transcript have in common: who shares caches with it, and its rank."""
+
+    cache_salt: str | None = None
+    priority: int = 0
+
+
+class Sound:
+    """The features of one sound, from which the windows of its transcript are cut."""
+
+    def __init__(self, item: PerceivedItem, processor: SoundProcessor, scope: PromptScope) -> None:
+        kwargs = item.handle.kwargs
+        if kwargs is None:
+            raise InvariantError(f"sound {item.handle.mm_hash} has no features")
+        self._mm_hash = item.handle.mm_hash
+        self._processor = processor
+        self._features: torch.Tensor = kwargs[processor.input_name]
+        self._num_samples = int(kwargs[NUM_SAMPLES])
+        self._scope = scope
+
+    @property
+    def duration_s(self) -> float:
+        return self._num_samples / self._processor.sampling_rate
+
+    @property
+    def num_frames(self) -> int:
+        """The number of frames without the padding of a short sound."""
+        num_frames = math.ceil(self._num_samples / self._processor.samples_per_frame)
+        return min(num_frames, self._features.shape[-1])
+
+    def make_prompt(self, request: WindowRequest) -> RenderedPrompt:
+        """Return the prompt with which the engine decodes a window."""
+        window = self._processor.cut_window(self._features, request.first_frame, request.num_frames)
+        num_positions = self._processor.count_positions(window)
+        prompt: RenderedPrompt = {
+            "prompt_token_ids": request.prompt_token_ids,
+            "mm_hashes": {_MODALITY: [f"{self._mm_hash}@{request.first_frame}"]},
+            "mm_placeholders": {_MODALITY: [PlaceholderRange(0, num_positions)]},
+            "mm_kwargs": {_MODALITY: [window]},
+            "priority": self._scope.priority,
+        }
+        if self._scope.cache_salt is not None:
+            prompt["cache_salt"] = self._scope.cache_salt
+        return prompt
+
+
+def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParams:
+    """Return the sampling parameters for one window, with those that the caller has chosen."""
+    return replace(
+        options.sampling,
+        n=1,
+        temperature=request.temperature,
+        max_tokens=request.max_tokens,
+        min_tokens=0,
+        allowed_token_ids=request.allowed,
+        stop=(),
+        logprobs=0,
+        prompt_logprobs=None,
+        speech=SpeechRules(
+            timestamps=request.timestamps,
+            scored_token=request.scored_token,
+            needs_alignment=request.needs_alignment,
+        ),
+    )
+
+
+def read_result(output: RequestOutput) -> WindowResult:
+    """Return what the engine has found in a window."""
+    (completion,) = output.outputs
+    found = output.speech
+    alignment = None
+    if found is not None and found.alignment:
+        alignment = np.frombuffer(found.alignment, dtype=np.float32).reshape(found.shape)
+    entries = zip(completion.token_ids, completion.logprobs or (), strict=True)
+    return WindowResult(
+        token_ids=completion.token_ids,
+        logprobs=tuple(entry[token_id].logprob for token_id, entry in entries),
+        scored_probability=None
+        if found is None or found.logprob is None
+        else math.exp(found.logprob),
+        alignment=alignment,
+    )
