@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -133,3 +133,8 @@ class KVCacheGroup:
     window: int | None = None  # how many of the last positions they attend to; None: all
     # They attend to the encoded media of a request, which take all their blocks at its start.
     is_cross: bool = False
+
+
+def find_cross_group(groups: Sequence[KVCacheGroup]) -> int | None:
+    """Return the index of the group with cross-attention, or `None` if there is none."""
+    return next((index for index, group in enumerate(groups) if group.is_cross), None)

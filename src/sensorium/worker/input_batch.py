@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sensorium.layers.attention.backend import GroupTables, StepLayout
+from sensorium.layers.attention.backend import NO_SLOT, GroupTables, StepLayout
 from sensorium.layers.attention.cross import CrossRow, CrossTables
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
-from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest
+from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest, find_cross_group
 from sensorium.utils.arrays import IntArray, StagingBuffer
 from sensorium.worker.encoder_runner import EncoderCache
 from sensorium.worker.request_states import RequestState, RequestTable
@@ -72,7 +72,7 @@ class InputBatch:
         query_lens = tuple(scheduled.num_new_tokens for scheduled, _ in ordered)
         seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
         starts = np.concatenate([[0], np.cumsum(query_lens)])
-        cross = next((index for index, group in enumerate(self.groups) if group.is_cross), None)
+        cross = find_cross_group(self.groups)
         mm_index, mm_embeds = (
             self._gather_mm_embeds(ordered, starts)
             if cross is None
@@ -142,6 +142,10 @@ class InputBatch:
     ) -> dict[str, npt.NDArray[np.generic]]:
         """Return the block ids of all media, and the slots of those of requests that begin."""
         block_ids = [self.table.get_blocks(state.row, group_index) for _, state in rows]
+        at = np.repeat(
+            [state.row for _, state in rows], [entry.num_new_tokens for entry, _ in rows]
+        )
+        width = max(map(len, block_ids))
         slots = [
             state.get_slots(group_index, 0, state.num_cross_positions, self.block_size)
             for scheduled, state in rows
@@ -157,6 +161,8 @@ class InputBatch:
             f"partial{group_index}": np.array(partial, dtype=np.int64),
             "cross_blocks": np.concatenate([empty, *block_ids]),
             "cross_slots": np.concatenate([empty, *slots]),
+            "cross_tables": self.table.block_ids[group_index][at, :width],
+            "cross_lens": self.table.num_cross_positions[at],
         }
 
     def _make_cross_tables(
@@ -181,7 +187,12 @@ class InputBatch:
                 )
             )
             first += len(block_ids)
-        return CrossTables(rows=cross_rows, slot_mapping=tensors["cross_slots"])
+        return CrossTables(
+            rows=cross_rows,
+            slot_mapping=tensors["cross_slots"],
+            block_tables=tensors["cross_tables"],
+            num_positions=tensors["cross_lens"],
+        )
 
     def _make_token_arrays(self, rows: Sequence[Row]) -> dict[str, npt.NDArray[np.generic]]:
         """Return the arrays with an entry for each token of a step. The rows that decode are first.
@@ -283,7 +294,12 @@ def get_decode_columns(rows: Sequence[Row], table: RequestTable, block_size: int
         input_ids=np.array([state.last_token_id for _, state in rows], dtype=np.int64),
         index=index,
         positions=index + table.offsets[:, at],
-        slots=tuple(ids[at, blocks] * block_size + offsets for ids in table.block_ids),
+        slots=tuple(
+            np.full_like(index, NO_SLOT)
+            if group == table.cross_group
+            else ids[at, blocks] * block_size + offsets
+            for group, ids in enumerate(table.block_ids)
+        ),
     )
 
 

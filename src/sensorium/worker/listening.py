@@ -55,10 +55,20 @@ class Listener:
             for index, heads in adapter.alignment_heads.items()
         }
         self._rows: Sequence[Row] = ()
+        self._observed: Sequence[int] = ()
 
     def begin(self, rows: Sequence[Row]) -> None:
         """Note the requests of a step before it is computed."""
         self._rows = rows
+        self._observed = [
+            index
+            for index, (_, state) in enumerate(rows)
+            if state.params.speech is not None and state.params.speech.needs_alignment
+        ]
+
+    def get_observed(self, layer_index: int) -> Sequence[int]:
+        """Return the rows of the step with tokens that are observed in a layer."""
+        return self._observed if layer_index in self._heads else ()
 
     def observe(
         self,
@@ -68,15 +78,8 @@ class Listener:
         query: torch.Tensor,
         keys: torch.Tensor,
     ) -> None:
-        """Keep the attention of a request's tokens [1, H, N, D] to its sound [1, H, S, D].
-
-        Heads that do not align, and requests that do not ask for this, cost nothing.
-        """
-        state = self._rows[row][1]
-        rules = state.params.speech
-        if rules is None or not rules.needs_alignment or layer_index not in self._heads:
-            return
-        heads = self._heads[layer_index]
+        """Keep the attention of a request's tokens [1, H, N, D] to its sound [1, H, S, D]."""
+        state, heads = self._rows[row][1], self._heads[layer_index]
         chosen, others = query[0].index_select(0, heads), keys[0].index_select(0, heads)
         scale = chosen.shape[-1] ** -0.5 if scaling is None else scaling
         weights = torch.matmul(chosen.float() * scale, others.float().transpose(1, 2)).softmax(-1)

@@ -28,6 +28,7 @@ from sensorium.types.scheduling import (
     ScheduledRequest,
     SchedulerOutput,
     StepMode,
+    find_cross_group,
 )
 from sensorium.utils.arrays import StagingBuffer, to_device
 from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
@@ -93,7 +94,10 @@ class ModelRunner:
         self._adapter = adapter
         self._kv_cache = kv_cache
         self._num_groups = len(groups)
-        self._table = RequestTable(len(groups))
+        # The group of layers with cross-attention, if there is one, and what they need in a step.
+        self._cross_group = find_cross_group(groups)
+        self._cross: CrossTables | None = None
+        self._table = RequestTable(len(groups), self._cross_group)
         self._block_size = block_size
         self._graphs = graphs
         self._attention = attention
@@ -103,9 +107,6 @@ class ModelRunner:
         self._failed_before: Mapping[str, str] = {}  # the failed encoder keys of the last step
         # The tokens that the last step with any has chosen. The host may not have read them yet.
         self._unread: torch.Tensor | None = None
-        # The group of layers with cross-attention, if there is one, and what they need in a step.
-        self._cross_group = next((i for i, group in enumerate(groups) if group.is_cross), None)
-        self._cross: CrossTables | None = None
         encode = None if graphs.encoders is None else graphs.encoders.encode
         self._encoder_runner = EncoderRunner(adapter, self.encoder_cache, encode)
         self._input_batch = InputBatch(
@@ -467,9 +468,15 @@ class ModelRunner:
         """
         cache = self._kv_cache[layer_index]
         if cache.group_index == self._cross_group and self._cross is not None:
-            observe = partial(self._listener.observe, layer_index, scaling)
             return attend_cross(
-                cache, self._cross, query, key, value, scaling=scaling, observe=observe
+                cache,
+                self._cross,
+                query,
+                key,
+                value,
+                scaling=scaling,
+                observed=self._listener.get_observed(layer_index),
+                observe=partial(self._listener.observe, layer_index, scaling),
             )
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 

@@ -41,8 +41,11 @@ class RequestTable:
     is used again when its request has stopped.
     """
 
-    def __init__(self, num_groups: int) -> None:
+    def __init__(self, num_groups: int, cross_group: int | None = None) -> None:
         num_rows = width = 16  # both grow
+        # The group with cross-attention: its blocks are those of media, not of tokens.
+        self.cross_group = cross_group
+        self.num_cross_positions = np.zeros(num_rows, dtype=np.int64)  # of the media
         # For each group of layers: block ids [rows, blocks], with zeros behind those of a request.
         self.block_ids = [np.zeros((num_rows, width), dtype=np.int64) for _ in range(num_groups)]
         # What is added to the index of an output token to get its positions with M-RoPE.
@@ -57,6 +60,7 @@ class RequestTable:
             self.block_ids = [np.pad(ids, ((0, num_rows), (0, 0))) for ids in self.block_ids]
             self.offsets = np.pad(self.offsets, ((0, 0), (0, num_rows)))
             self.is_long = np.pad(self.is_long, (0, num_rows))
+            self.num_cross_positions = np.pad(self.num_cross_positions, (0, num_rows))
             self._num_blocks += [[0] * len(self.block_ids) for _ in range(num_rows)]
             self._free = list(range(num_rows, 2 * num_rows))
         return self._free.pop()
@@ -113,7 +117,10 @@ class RequestState:
         # What a transcript asks for (see `worker.listening`), until its first token is chosen.
         self.attention: dict[int, list[torch.Tensor]] = {}  # by the index of a layer
         self.scored_logprob: torch.Tensor | None = None
+        # The number of media positions that layers with cross-attention attend to.
+        self.num_cross_positions = sum(f.mm_position.get_num_embeds() for f in request.mm_features)
         self.row = table.take_row()
+        table.num_cross_positions[self.row] = self.num_cross_positions
         self._table = table
         table.offsets[:, self.row] = 0 if mrope is None else np.reshape(mrope.delta, -1)
         table.is_long[self.row] = is_long
@@ -123,11 +130,6 @@ class RequestState:
         self._encoder_key_suffix = request.encoder_key_suffix
         self._timestamps = None if self.params.speech is None else self.params.speech.timestamps
         self._sampling_row = SamplingRow(params=self.params, counts=self._counts)
-
-    @property
-    def num_cross_positions(self) -> int:
-        """The number of media positions that layers with cross-attention attend to."""
-        return sum(f.mm_position.get_num_embeds() for f in self.request.mm_features)
 
     def release(self) -> None:
         """Give the row of the table back, when the request has stopped."""

@@ -1,8 +1,8 @@
 """Computes cross-attention: the tokens of a request attend to all positions of its media.
 
 Keys and values of the media lie in pages like those of tokens. A request gets all its pages at
-once, and mostly they follow one another. Then they are read in place. On a GPU, and for pages that
-are scattered, they are gathered.
+once, and mostly they follow one another. Then a CPU reads them in place, and otherwise it gathers
+them. A GPU uses the kernel for decoding.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sensorium.layers.attention.backend import LayerCache
+from sensorium.layers.kernels import find_obstacle
 
 
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -38,11 +39,13 @@ class CrossTables:
     """Where one group of layers keeps the keys and values of media.
 
     `slot_mapping` has a place for each new position: those of the requests that begin in this step,
-    one after the other.
+    one after the other. The last two have an entry for each token of the step.
     """
 
     rows: Sequence[CrossRow]
     slot_mapping: torch.Tensor  # int64 [new positions]
+    block_tables: torch.Tensor  # int64 [N, blocks], with zeros behind those of a request
+    num_positions: torch.Tensor  # int64 [N]
 
 
 def attend_cross(
@@ -53,25 +56,53 @@ def attend_cross(
     value: torch.Tensor,
     *,
     scaling: float | None,
+    observed: Sequence[int] = (),
     observe: Observe | None = None,
 ) -> torch.Tensor:
     """Store new keys and values, and return the output [1, N, H, D of values] of cross-attention.
 
-    A request without media gets zeros. `observe` is called with the number of each row, its query
-    and its keys.
+    `observe` is called for the rows in `observed`, with the number of the row, its query and its
+    keys.
     """
     num_new = len(tables.slot_mapping)
     if num_new:
         for pages, tensor in ((cache.keys, key), (cache.values, value)):
             new = tensor[0, :, :num_new].transpose(0, 1)
             pages.flatten(0, 1).index_copy_(0, tables.slot_mapping, new)
+    for number in observed if observe is not None else ():
+        row = tables.rows[number]
+        observe(number, query[:, :, row.start : row.end], _get_positions(cache.keys, row))
+    if find_obstacle(query.device) is None:
+        return _attend_paged(cache, tables, query, scaling)
+    return _attend_rows(cache, tables, query, scaling)
+
+
+def _attend_paged(
+    cache: LayerCache, tables: CrossTables, query: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """Attend with the kernel for decoding. Each token of the step is a row of its own."""
+    from sensorium.layers.kernels.decoding import attend_decoding
+
+    output = attend_decoding(
+        query[0].transpose(0, 1),
+        cache.keys,
+        cache.values,
+        tables.block_tables,
+        tables.num_positions,
+        scaling=scaling,
+        window=None,
+    )
+    return output[None]
+
+
+def _attend_rows(
+    cache: LayerCache, tables: CrossTables, query: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
     output = query.new_zeros(1, query.shape[2], query.shape[1], cache.values.shape[-1])
-    for number, row in enumerate(tables.rows):
-        if not row.num_positions:
+    for row in tables.rows:
+        if not row.num_positions:  # a request without media
             continue
         keys, values = (_get_positions(pages, row) for pages in (cache.keys, cache.values))
-        if observe is not None:
-            observe(number, query[:, :, row.start : row.end], keys)
         result = scaled_dot_product_attention(
             query[:, :, row.start : row.end],
             keys,

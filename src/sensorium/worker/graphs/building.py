@@ -134,7 +134,7 @@ def build_graphs(
         decoding = DecodeGraphs(
             adapter,
             kv_cache=kv_cache,
-            windows=[group.window for group in groups],
+            groups=groups,
             buffers=_make_buffers(adapter, options, groups, block_size),
             kernels=parts.kernels,
             recorder=parts.recorder,
@@ -153,11 +153,13 @@ def build_graphs(
             "capturing CUDA graphs: %d batch sizes of decode steps, %d token counts with prompts",
             *(len(sizes), len(token_sizes)),
         )
-        no_segments = segments.capture(use_tqdm=options.use_tqdm)
+        no_segments: str | None = "its decoder gets the sounds of new requests as well"
+        if not adapter.max_cross_positions:
+            no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
         _warn("decode steps run slower, without CUDA graphs: %s", no_decoding, adapter.device)
-    if no_segments is not None:
+    if no_segments is not None and not adapter.max_cross_positions:
         _warn("steps with prompts run slower, without CUDA graphs: %s", no_segments, adapter.device)
     _log_cost(adapter.device, started, before)
     return Graphs(
@@ -208,6 +210,7 @@ def _make_buffers(
         block_size=block_size,
         max_batch=options.max_num_seqs,
         max_model_len=options.max_model_len,
+        max_cross_positions=adapter.max_cross_positions,
         has_mrope=adapter.has_mrope,
         has_long_factors=adapter.long_after is not None,
         device=adapter.device,

@@ -41,6 +41,7 @@ class DecodeInputs:
     seq_lens: torch.Tensor  # [B]
     # [B], nonzero for long requests. None if the model treats all lengths alike.
     is_long: torch.Tensor | None
+    cross_lens: torch.Tensor | None  # [B], of media; None if the model has no cross-attention
     slots: tuple[torch.Tensor, ...]  # per group: [B]
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [B, blocks of the longest request]
 
@@ -58,6 +59,7 @@ class DecodeBuffers:
         block_size: int,
         max_batch: int,
         max_model_len: int,
+        max_cross_positions: int,
         has_mrope: bool,
         has_long_factors: bool,
         device: torch.device,
@@ -66,12 +68,13 @@ class DecodeBuffers:
         self._block_size = block_size
         self._has_mrope = has_mrope
         self._has_long_factors = has_long_factors
-        width = -(-max_model_len // block_size) + 1
-        num_words_per_row = 8 + len(groups) * (2 + width)
+        lengths = [max_cross_positions if group.is_cross else max_model_len for group in groups]
+        widths = [-(-length // block_size) + 1 for length in lengths]
+        num_words_per_row = 10 + sum(2 + width for width in widths)
         self._staging = StagingBuffer(device=device, num_words=max_batch * num_words_per_row)
         self._address = self._staging.address
         self._tables = [
-            torch.zeros(max_batch, width, dtype=torch.int32, device=device) for _ in groups
+            torch.zeros(max_batch, width, dtype=torch.int32, device=device) for width in widths
         ]
 
     def fill(
@@ -106,6 +109,7 @@ class DecodeBuffers:
             positions=tensors["positions"],
             seq_lens=tensors["seq_lens"],
             is_long=tensors.get("is_long"),
+            cross_lens=tensors.get("cross_lens"),
             slots=tuple(tensors[f"slots{index}"] for index in range(self._num_groups)),
             block_tables=tuple(static[:size] for static in self._tables),
         )
@@ -125,11 +129,18 @@ class DecodeBuffers:
         }
         if self._has_long_factors:
             arrays["is_long"] = _pad(table.is_long[columns.rows], size, 0)
+        if table.cross_group is not None:
+            cross_lens = table.num_cross_positions[columns.rows]
+            arrays["cross_lens"] = _pad(cross_lens, size, 1)
         for index, slots in enumerate(columns.slots):
             arrays[f"slots{index}"] = _pad(slots, size, NO_SLOT)
         num_blocks = int(columns.index.max(initial=-1)) // self._block_size + 1
         for index, block_ids in enumerate(table.block_ids):
-            arrays[f"tables{index}"] = block_ids[columns.rows, :num_blocks]
+            if index == table.cross_group:
+                num_used = -(-int(cross_lens.max(initial=0)) // self._block_size)
+                arrays[f"tables{index}"] = block_ids[columns.rows, :num_used]
+            else:
+                arrays[f"tables{index}"] = block_ids[columns.rows, :num_blocks]
         return arrays
 
 

@@ -16,6 +16,7 @@ import torch
 
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.models.adapter import ModelAdapter
+from sensorium.types.scheduling import KVCacheGroup, find_cross_group
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
 from sensorium.worker.graphs.recorder import (
     Break,
@@ -127,7 +128,7 @@ class DecodeGraphs:
         adapter: ModelAdapter,
         *,
         kv_cache: KVCache,
-        windows: Sequence[int | None],  # per group
+        groups: Sequence[KVCacheGroup],
         buffers: DecodeBuffers,
         kernels: DecodeKernels,
         recorder: Recorder,
@@ -135,7 +136,8 @@ class DecodeGraphs:
     ) -> None:
         self._adapter = adapter
         self._kv_cache = kv_cache
-        self._windows = tuple(windows)
+        self._windows = tuple(group.window for group in groups)
+        self._cross_group = find_cross_group(groups)
         self._buffers = buffers
         self._kernels = kernels
         self._recorder = recorder
@@ -157,7 +159,7 @@ class DecodeGraphs:
         return reason
 
     def _capture_size(self, size: int) -> str | None:
-        inputs = self._buffers.fill([], size, RequestTable(len(self._windows)))
+        inputs = self._buffers.fill([], size, self._make_table())
         # This run also compiles kernels and allocates workspaces, which a capture must not do.
         expected = self._compute(inputs)
         self._results = self._results or expected
@@ -177,6 +179,9 @@ class DecodeGraphs:
             return f"a replay of {size} rows gave logits that are off by {distance}"
         self._captured[size] = _Captured(recording=recording, results=results)
         return None
+
+    def _make_table(self) -> RequestTable:
+        return RequestTable(len(self._windows), self._cross_group)
 
     def find_size(self, rows: Sequence[Row]) -> int | None:
         """Return the smallest captured batch size that fits a step, or None if no graph fits.
@@ -208,7 +213,9 @@ class DecodeGraphs:
         adapter = self._adapter
         embeds, extra = adapter.embed(inputs.input_ids, None, None)
         is_long = None if inputs.is_long is None else inputs.is_long.bool()
-        call = _DecodeCall(self._kv_cache, self._kernels, inputs, self._windows)
+        call = _DecodeCall(
+            self._kv_cache, self._kernels, inputs, self._windows, self._cross_group
+        )
         with adapter.choosing_factors(is_long):
             hidden = adapter.forward(embeds, inputs.positions, call, extra)
         logits = adapter.logits(hidden)
@@ -227,6 +234,7 @@ class _DecodeCall:
     kernels: DecodeKernels
     inputs: DecodeInputs
     windows: Sequence[int | None]  # per group
+    cross_group: int | None  # the group with cross-attention, which stores nothing while decoding
 
     def attend(
         self,
@@ -239,13 +247,14 @@ class _DecodeCall:
     ) -> torch.Tensor:
         cache = self.kv_cache[layer_index]
         group = cache.group_index
-        if not cache.is_shared:
+        is_cross = group == self.cross_group
+        if not cache.is_shared and not is_cross:
             self.kernels.store(cache, self.inputs.slots[group], key, value)
         output = self.kernels.attend(
             cache,
             query[0].transpose(0, 1),
             self.inputs.block_tables[group],
-            self.inputs.seq_lens,
+            self.inputs.cross_lens if is_cross else self.inputs.seq_lens,
             scaling=scaling,
             window=self.windows[group],
         )
