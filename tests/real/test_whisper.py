@@ -25,13 +25,20 @@ import torch
 from real_models.speech import RATE, get_recordings
 from sensorium import LLM, SamplingParams
 from sensorium.multimodal.decoding.audio import resample
-from tests.real.hearing import NUM_FRAMES, Whisper, count_errors, make_hearing_model
+from tests.real.hearing import (
+    MAX_ERROR_RATE,
+    NUM_FRAMES,
+    Whisper,
+    count_errors,
+    get_error_rate,
+    make_hearing_model,
+    read_samples,
+)
 from tests.support.engine import get_adapter, make_llm, process_with_tensors
 from tests.support.media import write_av_sound, write_sound
 
 TOLERANCE = 2e-3
 HOP = 160  # samples to a frame
-MAX_ERROR_RATE = 0.06  # of words; Whisper's own, on these recordings, is 4 of 96
 PARAMS = SamplingParams(temperature=0, max_tokens=2)
 
 
@@ -87,18 +94,6 @@ def encode(llm: LLM, sounds: list[bytes]) -> list[torch.Tensor]:
     assert output.error is None
     assert len(seen) == len(sounds)
     return [embeds.float().cpu() for embeds in seen]
-
-
-def read_samples(path: Path) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """By another library than ours."""
-    samples, rate = soundfile.read(path, dtype="float32")
-    assert rate == RATE
-    return np.asarray(samples)
-
-
-def get_error_rate(found: list[str], expected: list[str]) -> float:
-    errors = [count_errors(*pair) for pair in zip(found, expected, strict=True)]
-    return sum(errors) / sum(len(words.split()) for words in expected)
 
 
 def test_embeddings_of_half_a_minute_are_those_of_whispers_encoder(
