@@ -33,7 +33,7 @@ _REFUSED = """
 
 At load, in one sentence, before any weight is read where that is possible:
 
-- encoder-decoder models;
+- encoder-decoder models that are not in the table;
 - linear attention, convolutions or other layers with a state of their own, chunked attention;
 - cross-attention inside the decoder;
 - decoders without Transformers' attention interface, or whose attention has a soft cap or sinks;

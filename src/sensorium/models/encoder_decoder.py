@@ -67,11 +67,15 @@ class EncoderDecoderAdapter(ModelAdapter):
     def _get_alignment_heads(self) -> dict[int, list[int]]:
         """Return the heads that align text with sounds, by the index of their layer.
 
-        The generation config of a Whisper lists them, if they are known.
+        The generation config of a Whisper lists them, if they are known. Otherwise all heads of the
+        second half of the layers are taken, as OpenAI's code does.
         """
+        num_layers, num_heads = self.num_decoder_layers, self.text_config.num_attention_heads
+        later = range(num_layers // 2, num_layers)
+        given = getattr(self.model.generation_config, "alignment_heads", None)
         heads: dict[int, list[int]] = {}
-        for layer, head in getattr(self.model.generation_config, "alignment_heads", None) or ():
-            heads.setdefault(self.num_decoder_layers + layer, []).append(head)
+        for layer, head in given or [(i, head) for i in later for head in range(num_heads)]:
+            heads.setdefault(num_layers + layer, []).append(head)
         return heads
 
     def _set_attention(self, name: str) -> None:

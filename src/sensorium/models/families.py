@@ -177,6 +177,8 @@ class Qwen3VLAdapter(ModelAdapter):
 # ---- the adapter of each family
 
 OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
+    "whisper": EncoderDecoderAdapter,
+    "moonshine": EncoderDecoderAdapter,
     "gemma3": Gemma3Adapter,
     "gemma4": Gemma4Adapter,
     "qwen2_5_omni_thinker": Qwen25OmniAdapter,
@@ -187,4 +189,4 @@ OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
 # model_type -> adapter, for every known family.
 ADAPTERS: dict[str, type[ModelAdapter]] = {
     family.model_type: OWN_ADAPTERS.get(family.model_type, ModelAdapter) for family in FAMILIES
-} | {"whisper": EncoderDecoderAdapter, "moonshine": EncoderDecoderAdapter}
+}

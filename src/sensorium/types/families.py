@@ -132,4 +132,21 @@ FAMILIES: tuple[Family, ...] = (
         special="Mistral's tokenizer",
         limits="sounds of any length, 375 tokens for each begun 30 seconds",
     ),
+    Family(
+        "whisper",
+        "Whisper",
+        _AUDIO,
+        own_code=("models", "speech"),
+        special="a decoder that attends to the encoded sound; Whisper's rules for sounds of any "
+        "length",
+        limits="transcribes and translates, but does not chat",
+    ),
+    Family(
+        "moonshine",
+        "Moonshine",
+        _AUDIO,
+        own_code=("models",),
+        special="a decoder that attends to the encoded sound",
+        limits="sounds of at most 30 seconds; does not chat",
+    ),
 )
