@@ -16,11 +16,12 @@ from typing import Literal, get_args
 
 from msgspec import UNSET, Struct, UnsetType
 
-from sensorium.speech.languages import get_language_name
+from sensorium.speech.languages import NAMES
 from sensorium.speech.transcript import Segment, SpeechUsage, Task, TokenScore, Transcript
 
 SpeechFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 SPEECH_FORMATS: tuple[SpeechFormat, ...] = get_args(SpeechFormat)
+_UNKNOWN = "unknown"  # the language if the model does not tell
 _LEAST = -9999.0  # in place of minus infinity, which JSON can't write
 
 
@@ -109,10 +110,10 @@ def as_verbose(
 
     A translation is in English, whatever language was spoken.
     """
-    code = "en" if transcript.task == "translate" else transcript.language
+    code = "en" if transcript.task == "translate" else transcript.language or _UNKNOWN
     return VerboseSpeechAnswer(
         task=transcript.task,
-        language=get_language_name(code),
+        language=NAMES.get(code, code),
         duration=transcript.duration_s,
         text=get_text(transcript),
         words=list(_make_words(transcript.segments)) if has_words else UNSET,

@@ -1,32 +1,48 @@
-"""The languages of speech models: ISO 639 codes and English names, as OpenAI's API writes them."""
+"""The languages of Whisper's models: their codes, their names, and which are written in words.
+
+The codes are those of Whisper's tokens, which are ISO 639-1 with a few exceptions. A checkpoint may
+have fewer languages; its own list decides.
+"""
 
 from __future__ import annotations
 
 _TABLE = """
-af afrikaans, am amharic, ar arabic, as assamese, az azerbaijani, ba bashkir, be belarusian,
-bg bulgarian, bn bengali, bo tibetan, br breton, bs bosnian, ca catalan, cs czech, cy welsh,
-da danish, de german, el greek, en english, es spanish, et estonian, eu basque, fa persian,
-fi finnish, fo faroese, fr french, gl galician, gu gujarati, ha hausa, haw hawaiian, he hebrew,
-hi hindi, hr croatian, ht haitian creole, hu hungarian, hy armenian, id indonesian, is icelandic,
-it italian, ja japanese, jw javanese, ka georgian, kk kazakh, km khmer, kn kannada, ko korean,
-la latin, lb luxembourgish, ln lingala, lo lao, lt lithuanian, lv latvian, mg malagasy, mi maori,
-mk macedonian, ml malayalam, mn mongolian, mr marathi, ms malay, mt maltese, my myanmar, ne nepali,
-nl dutch, nn nynorsk, no norwegian, oc occitan, pa punjabi, pl polish, ps pashto, pt portuguese,
-ro romanian, ru russian, sa sanskrit, sd sindhi, si sinhala, sk slovak, sl slovenian, sn shona,
-so somali, sq albanian, sr serbian, su sundanese, sv swedish, sw swahili, ta tamil, te telugu,
-tg tajik, th thai, tk turkmen, tl tagalog, tr turkish, tt tatar, uk ukrainian, ur urdu, uz uzbek,
-vi vietnamese, yi yiddish, yo yoruba, yue cantonese, zh chinese
+    en=english zh=chinese de=german es=spanish ru=russian ko=korean fr=french ja=japanese
+    pt=portuguese tr=turkish pl=polish ca=catalan nl=dutch ar=arabic sv=swedish it=italian
+    id=indonesian hi=hindi fi=finnish vi=vietnamese he=hebrew uk=ukrainian el=greek ms=malay
+    cs=czech ro=romanian da=danish hu=hungarian ta=tamil no=norwegian th=thai ur=urdu hr=croatian
+    bg=bulgarian lt=lithuanian la=latin mi=maori ml=malayalam cy=welsh sk=slovak te=telugu
+    fa=persian lv=latvian bn=bengali sr=serbian az=azerbaijani sl=slovenian kn=kannada et=estonian
+    mk=macedonian br=breton eu=basque is=icelandic hy=armenian ne=nepali mn=mongolian bs=bosnian
+    kk=kazakh sq=albanian sw=swahili gl=galician mr=marathi pa=punjabi si=sinhala km=khmer sn=shona
+    yo=yoruba so=somali af=afrikaans oc=occitan ka=georgian be=belarusian tg=tajik sd=sindhi
+    gu=gujarati am=amharic yi=yiddish lo=lao uz=uzbek fo=faroese ht=haitian_creole ps=pashto
+    tk=turkmen nn=nynorsk mt=maltese sa=sanskrit lb=luxembourgish my=myanmar bo=tibetan tl=tagalog
+    mg=malagasy as=assamese tt=tatar haw=hawaiian ln=lingala ha=hausa ba=bashkir jw=javanese
+    su=sundanese yue=cantonese
 """
-# code -> English name in lower case; "jw" is the code of Javanese in Whisper's vocabulary
-LANGUAGE_NAMES: dict[str, str] = {
-    entry.split()[0]: " ".join(entry.split()[1:]) for entry in _TABLE.split(",")
-}
-_UNKNOWN = "unknown"
+_OTHER_NAMES = """
+    my=burmese ca=valencian nl=flemish ht=haitian lb=letzeburgesch ps=pushto pa=panjabi
+    ro=moldavian ro=moldovan si=sinhalese es=castilian zh=mandarin
+"""
 
 
-def get_language_name(code: str | None) -> str:
-    """Return the English name of a language, such as "english" for "en".
+def _read(table: str) -> list[tuple[str, str]]:
+    """Return the pairs of code and name that a table has, with spaces for underscores."""
+    pairs = (entry.partition("=") for entry in table.replace("\n", " ").split())
+    return [(code, name.replace("_", " ")) for code, _, name in pairs]
 
-    A code without a known name is returned unchanged. The result for `None` is "unknown".
+
+NAMES = dict(_read(_TABLE))  # code -> English name
+_CODES = {name: code for code, name in _read(_TABLE) + _read(_OTHER_NAMES)}
+# Languages that are written without spaces between words.
+WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
+
+
+def find_code(language: str) -> str:
+    """Return the code of a language that is given by its name or its code, in any case.
+
+    A text that is no known name is returned in lower case, because it may be a code.
     """
-    return _UNKNOWN if code is None else LANGUAGE_NAMES.get(code.lower(), code)
+    text = language.strip().lower()
+    return _CODES.get(text, text)

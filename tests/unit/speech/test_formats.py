@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.speech.formats import as_json, as_srt, as_text, as_verbose, as_vtt
-from sensorium.speech.languages import LANGUAGE_NAMES, get_language_name
 from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript, Word
 
 
@@ -190,10 +189,3 @@ def test_verbose_json_has_what_was_asked_for() -> None:
 )
 def test_the_language_is_that_of_the_text(given: dict[str, Any], name: str) -> None:
     assert as_verbose(make_transcript(**given)).language == name
-
-
-def test_every_language_of_whisper_has_its_name() -> None:
-    from transformers.models.whisper.tokenization_whisper import LANGUAGES
-
-    assert LANGUAGE_NAMES == LANGUAGES
-    assert get_language_name("EN") == "english"

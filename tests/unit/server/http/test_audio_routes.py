@@ -12,12 +12,18 @@ import httpx
 import jsonschema
 import openai
 import pytest
+import schemathesis
 import srt
 import webvtt
+from hypothesis import HealthCheck, given, settings
 from openai import OpenAI
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
 from sensorium.types.errors import CapacityError, RequestError
 from tests.support.waiting import wait_until
+from tests.unit.server import transcribing
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, read_events, serve
 from tests.unit.server.transcribing import TEXT, TEXTS, ScriptedTranscriber
 
@@ -197,6 +203,15 @@ def test_a_stream_has_a_delta_for_each_segment_and_the_whole(yields_segments: bo
     assert (done["type"], done["text"]) == ("transcript.text.done", TEXT)
     assert (done["usage"]["total_tokens"], done["logprobs"]) == (1513, LOGPROBS)
     assert scripted.num_aborted == scripted.num_open == 0
+
+
+def test_deltas_are_the_whole_text_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ("  ", " One. ", "", "\n", "Two. ")
+    monkeypatch.setattr(transcribing, "TEXTS", texts)
+    with serve(transcriber=ScriptedTranscriber()) as running:
+        *deltas, done = map(json.loads, read_events(post(running, stream="true"))[:-1])
+    assert [delta["delta"] for delta in deltas] == ["One.", " \nTwo."]
+    assert done["text"] == "One. \nTwo."
 
 
 def test_events_of_a_stream_follow_their_schema(server: RunningServer) -> None:
@@ -423,3 +438,31 @@ def test_a_page_of_another_origin_may_not_send_forms(server: RunningServer) -> N
     for headers in ({"origin": "https://example.com"}, {"sec-fetch-site": "cross-site"}):
         response = server.post(TRANSCRIPTIONS, files={"file": SOUND}, headers=headers)
         assert response.status_code == 403
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+@pytest.mark.parametrize("path", [TRANSCRIPTIONS, TRANSLATIONS])
+def test_requests_made_from_the_document_get_documented_answers(
+    server: RunningServer, path: str, mode: GenerationMode
+) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json", timeout=120)
+    strategy = schema[path]["POST"].as_strategy(generation_mode=mode)
+    statuses: set[int] = set()
+
+    @settings(
+        max_examples=min(25, settings().max_examples),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def check(case: schemathesis.Case) -> None:
+        response = case.call(timeout=60)
+        statuses.add(response.status_code)
+        checks = (not_a_server_error, status_code_conformance, content_type_conformance)
+        case.validate_response(response, checks=checks)
+
+    check()
+    assert 200 in statuses or mode is GenerationMode.NEGATIVE
+    assert 400 in statuses or mode is GenerationMode.POSITIVE

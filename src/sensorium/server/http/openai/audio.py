@@ -215,7 +215,9 @@ class _Run:
     transcriber: Transcriber
     work: _Work
     media: bytes
-    sent: str = field(default="", init=False)  # the text of all deltas of the stream
+    # The text of all deltas of the stream, and white space that is sent before more text only.
+    sent: str = field(default="", init=False)
+    held: str = field(default="", init=False)
 
     async def finish(self) -> Transcript:
         """Run to the end, and return the whole transcript."""
@@ -248,8 +250,7 @@ class _Run:
 
     def _make_events(self, part: Segment | Transcript) -> list[TranscriptEvent]:
         if isinstance(part, Segment):
-            text = part.text if self.sent else part.text.lstrip()
-            return self._make_delta(text, self._get_logprobs(part))
+            return self._make_delta(self.held + part.text, self._get_logprobs(part))
         answer = as_json(part, has_logprobs=self.work.options.needs_logprobs)
         done = TranscriptEvent(
             type="transcript.text.done",
@@ -264,9 +265,12 @@ class _Run:
     def _make_delta(
         self, text: str, logprobs: list[SpeechLogprob] | UnsetType
     ) -> list[TranscriptEvent]:
-        self.sent += text
-        delta = TranscriptEvent(type="transcript.text.delta", delta=text, logprobs=logprobs)
-        return [delta] if text else []
+        text = text if self.sent else text.lstrip()
+        shown = text.rstrip()
+        self.held = text[len(shown) :]
+        self.sent += shown
+        delta = TranscriptEvent(type="transcript.text.delta", delta=shown, logprobs=logprobs)
+        return [delta] if shown else []
 
     def _get_logprobs(self, segment: Segment) -> list[SpeechLogprob] | UnsetType:
         return make_logprobs(segment.scores) if self.work.options.needs_logprobs else UNSET
