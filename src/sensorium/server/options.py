@@ -117,6 +117,14 @@ class ServeOptions:
         metavar="MIB",
         help="The largest body of a request, in MiB. Media as base64 counts.",
     )
+    max_upload_mb: int = _option(
+        512,
+        least=1,
+        metavar="MIB",
+        commands=SERVE,
+        help="The largest upload to the routes for speech, in MiB. It is kept in the system's "
+        "folder for temporary files until it is complete.",
+    )
     stream_timeout: float = _seconds(
         60.0,
         help="The time for which a client may read nothing of what waits for it. Then its "
@@ -154,7 +162,8 @@ class ServeOptions:
         least=1,
         metavar="MIB",
         help="The memory of a frontend for bodies that are still coming, in MiB; --max-body-mb at "
-        "least. Beyond it the oldest body is refused.",
+        "least. Beyond it the oldest body is refused. Uploads that are still coming may take as "
+        "much room on the disk, or --max-upload-mb if that is more.",
     )
     tool_call_parser: str = _option(
         "auto",

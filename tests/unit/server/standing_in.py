@@ -235,6 +235,7 @@ class StandInOptions:
     api_server_count: int = 1
     max_concurrent_requests: int = 64
     max_body_mb: int = 64
+    max_upload_mb: int = 64
     max_n: int = 128
     body_timeout: float = 600.0
     min_body_rate: int = 8
@@ -291,11 +292,20 @@ def serve(
     answers: AnswerFormat = PLAIN,
     *,
     http: Any = "auto",
+    transcriber: Any = None,
+    has_chat: bool = True,
     **options: Any,
 ) -> Iterator[RunningServer]:
     engine = engine or ScriptedEngine()
     metrics = CountingMetrics()
-    app = make_app(engine, StandInOptions(**options), metrics, answers=answers)
+    app = make_app(
+        engine,
+        StandInOptions(**options),
+        metrics,
+        answers=answers,
+        transcriber=transcriber,
+        has_chat=has_chat,
+    )
     config = uvicorn.Config(
         app,
         host="127.0.0.1",

@@ -10,7 +10,7 @@ the browser send requests. The headers of such a request show it, and pages can'
      it send `Origin`. Requests from pages of other origins are refused, even of the same site.
      Following a link to this server is allowed.
   3. A body needs a content type. A page of another origin may send bodies of a few types, or of
-     none, without permission; the routes take none of these types.
+     none, without permission. Only the routes for speech take one of these types, forms.
 
 A request with neither `Sec-Fetch-Site` nor `Origin` is assumed not to come from a web page. The
 same checks apply to every route, with or without an API key, and to upgrades to WebSockets.

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -22,7 +23,7 @@ from sensorium.engine.async_engine import AsyncEngine
 from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.access import Authentication, OriginGuard, OriginPolicy
 from sensorium.server.http.bodies.intake import BodyIntake, BodyLimits
-from sensorium.server.http.calls import TRACE_HEADER, Context
+from sensorium.server.http.calls import TRACE_HEADER, Context, Transcriber
 from sensorium.server.http.connections import measure_loop_lag
 from sensorium.server.http.errors import ApiError, FailureLog
 from sensorium.server.http.middleware import (
@@ -48,11 +49,14 @@ def make_app(
     *,
     answers: AnswerFormat = PLAIN,
     count: RequestCount | None = None,
+    transcriber: Transcriber | None = None,
+    has_chat: bool = True,
 ) -> Starlette:
     """Return the ASGI application that serves this engine over HTTP.
 
     `answers` is the format in which the model writes its reasoning and its tool calls. `count` has
-    the requests of all frontends; without it this frontend is the only one.
+    the requests of all frontends; without it this frontend is the only one. `transcriber` writes
+    down speech, if the model can. `has_chat` is false if the model does nothing else.
     """
     count = RequestCount([0.0]) if count is None else count
     context = Context(
@@ -62,7 +66,10 @@ def make_app(
         metrics=metrics,
         failures=FailureLog(metrics),
         bodies=BodyIntake(_get_body_limits(options)),
+        uploads=BodyIntake(_get_upload_limits(options)),
         started=int(time.time()),
+        transcriber=transcriber,
+        has_chat=has_chat,
     )
 
     @asynccontextmanager
@@ -91,6 +98,16 @@ def _get_body_limits(options: ServeOptions) -> BodyLimits:
         timeout_s=options.body_timeout,
         min_bytes_per_s=options.min_body_rate * _KIBIBYTE,
         max_unfinished_bytes=max_unfinished_mb * _MEBIBYTE,
+    )
+
+
+def _get_upload_limits(options: ServeOptions) -> BodyLimits:
+    max_unfinished_mb = max(options.max_unfinished_bodies_mb, options.max_upload_mb)
+    return replace(
+        _get_body_limits(options),
+        max_bytes=options.max_upload_mb * _MEBIBYTE,
+        max_unfinished_bytes=max_unfinished_mb * _MEBIBYTE,
+        size_option="--max-upload-mb",
     )
 
 

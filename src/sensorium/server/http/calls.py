@@ -31,6 +31,8 @@ from sensorium.server.http.protocol.tokens import GenerateRequest
 from sensorium.server.metrics.clock import RequestClock, make_trace
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions
+from sensorium.speech.options import SpeechOptions
+from sensorium.speech.transcript import Segment, Transcript
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -61,6 +63,36 @@ class WireRequest(Protocol):
     def model(self) -> str | None: ...
 
 
+class Transcriber(Protocol):
+    """A part of the engine that writes down what is said in a sound, and what it can do."""
+
+    @property
+    def can_transcribe(self) -> bool: ...
+
+    @property
+    def can_translate(self) -> bool: ...  # into English
+
+    @property
+    def has_segments(self) -> bool: ...  # times of segments
+
+    @property
+    def has_words(self) -> bool: ...  # times of words
+
+    def transcribe(
+        self,
+        media: bytes,
+        options: SpeechOptions,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[Segment | Transcript, None]:
+        """Return a generator of the segments as they become final, and of the transcript at last.
+
+        `media` is a file with a sound. Closing the generator aborts the work.
+        """
+        ...
+
+
 _Request = TypeVar("_Request", bound=WireRequest)
 _Generating = TypeVar("_Generating", bound=GeneratingRequest | GenerateRequest)
 _Prepared = TypeVar("_Prepared")
@@ -79,8 +111,11 @@ class Context:
     options: ServeOptions
     metrics: FrontendMetrics
     failures: FailureLog
-    bodies: BodyIntake  # receives the bodies of all requests
+    bodies: BodyIntake  # receives the bodies of all requests but uploads
+    uploads: BodyIntake
     started: int  # seconds since 1970
+    transcriber: Transcriber | None = None  # `None`: the model does not transcribe
+    has_chat: bool = True  # false: the model does nothing but transcribe
 
 
 Handler = Callable[[Request, Context], Awaitable[Response]]
@@ -326,6 +361,20 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
             param="model",
             code="model_not_found",
             reason="not_found",
+        )
+
+
+def check_has_chat(context: Context) -> None:
+    """Raise an `ApiError` that names the right route if the model answers no prompts.
+
+    Models that only transcribe speech don't.
+    """
+    if not context.has_chat:
+        raise ApiError(
+            "This model does not answer prompts, it only writes down speech. Send sounds to "
+            "/v1/audio/transcriptions.",
+            param="model",
+            code="unsupported_route",
         )
 
 

@@ -280,13 +280,15 @@ def make_http_protocol(
     return type("HttpProtocol", (LimitedHttpProtocol,), limits)
 
 
-async def run_in_thread(work: Callable[[], _Result]) -> _Result:
+async def run_in_thread(
+    work: Callable[[], _Result], threads: ThreadPoolExecutor = _threads
+) -> _Result:
     """Return the result of `work`, which runs in a thread so that it does not delay the event loop.
 
-    If this coroutine is cancelled, it still waits for the end of the work, which may read memory
-    that the caller would release.
+    If this coroutine is cancelled, it still waits for the end of the work, which may use memory or
+    files that the caller would release.
     """
-    future = asyncio.get_running_loop().run_in_executor(_threads, work)
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from sensorium import __version__
+from sensorium.server.http.bodies.multipart import FORM_TYPE
 from sensorium.server.http.bodies.reading import MSGPACK_TYPES
 from sensorium.server.http.calls import Handler
 from sensorium.server.http.protocol.answers import ErrorResponse
@@ -32,6 +33,7 @@ _ERRORS = {
     429: "Too many requests are being served; retry later.",
     500: "The server failed; its log has the reason.",
     503: "The engine is not connected, or has no room; retry later.",
+    507: "The disk of the server has no room for the upload.",
 }
 _PARAMETER = re.compile(r"{(\w+)(:\w+)?}")
 
@@ -52,6 +54,8 @@ class Route:
     chunk: type[msgspec.Struct] | None = None  # of a stream
     errors: tuple[int, ...] = ()
     takes_msgpack: bool = False
+    takes_form: bool = False  # the body is a form with a file
+    answers_text: bool = False  # the answer may also be plain text
     answers_msgpack: bool = False
     needs_engine: bool = False  # a server that only renders refuses it
     is_counted: bool = False  # it counts among the requests that are served at once
@@ -96,7 +100,10 @@ def _make_operation(route: Route, method: str) -> dict[str, Any]:
         "responses": _make_responses(route),
     }
     if route.request is not None:
-        content = _make_content(refer_to(route.request.__name__), has_msgpack=route.takes_msgpack)
+        schema = refer_to(route.request.__name__)
+        content = _make_content(schema, has_msgpack=route.takes_msgpack)
+        if route.takes_form:
+            content = {FORM_TYPE: {"schema": schema}}
         operation["requestBody"] = {"required": True, "content": content}
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -113,6 +120,8 @@ def _make_responses(route: Route) -> dict[str, Any]:
     if route.answers_list:
         schema = {"type": "array", "items": schema}
     content = _make_content(schema, has_msgpack=route.answers_msgpack)
+    if route.answers_text:
+        content["text/plain"] = {"schema": {"type": "string"}}
     if route.chunk is not None:
         content["text/event-stream"] = {"itemSchema": _make_event(route.chunk)}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}

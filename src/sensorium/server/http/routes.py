@@ -25,10 +25,11 @@ from sensorium.server.http.administration import (
 )
 from sensorium.server.http.calls import Context
 from sensorium.server.http.errors import ApiError
+from sensorium.server.http.openai.audio import create_transcription, create_translation
 from sensorium.server.http.openai.chat import create_chat_completion
 from sensorium.server.http.openai.completions import create_completion
 from sensorium.server.http.openapi import Route, make_document
-from sensorium.server.http.protocol import answers, requests, tokens
+from sensorium.server.http.protocol import answers, requests, speech, tokens
 from sensorium.server.http.tokens.derendering import derender_chat_completion, derender_completions
 from sensorium.server.http.tokens.generate import generate
 from sensorium.server.http.tokens.rendering import (
@@ -38,10 +39,12 @@ from sensorium.server.http.tokens.rendering import (
     tokenize,
 )
 from sensorium.server.http.welcome import PAGE_PATHS, WELCOME_PATHS, get_page
+from sensorium.speech.formats import SpeechAnswer, VerboseSpeechAnswer
 
 # The errors of routes that need neither media nor an engine.
 _LOCAL_ERRORS = (400, 401, 404, 408, 413, 429, 500)
 _ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 500, 503)
+_UPLOAD_ERRORS = (400, 401, 404, 408, 413, 429, 500, 503, 507)
 _VISITS = ("GET", "HEAD")  # the methods of a page
 
 
@@ -56,6 +59,22 @@ def _reset(level: str, **more: Any) -> Route:
     return Route(f"/{name}", make_reset(level), "administration", summary, **options)
 
 
+def _speech(path: str, handler: Any, summary: str, request: Any) -> Route:
+    return _post(
+        path,
+        handler,
+        "speech",
+        summary,
+        request,
+        answers=(SpeechAnswer, VerboseSpeechAnswer),
+        chunk=speech.TranscriptEvent,
+        errors=_UPLOAD_ERRORS,
+        takes_form=True,
+        answers_text=True,
+        needs_engine=True,
+    )
+
+
 # fmt: off
 ROUTES: tuple[Route, ...] = (
     _post("/v1/chat/completions", create_chat_completion, "text",
@@ -65,6 +84,10 @@ ROUTES: tuple[Route, ...] = (
     _post("/v1/completions", create_completion, "text", "Complete one or more prompts.",
           requests.CompletionRequest, answers=(answers.Completion,), chunk=answers.Completion,
           needs_engine=True),
+    _speech("/v1/audio/transcriptions", create_transcription, "Write down what is said in a sound.",
+            speech.TranscriptionRequest),
+    _speech("/v1/audio/translations", create_translation,
+            "Write down in English what is said in a sound.", speech.TranslationRequest),
     _post("/inference/v1/generate", generate, "tokens",
           "Continue a prompt of token ids, and return the generated token ids.",
           tokens.GenerateRequest, answers=(answers.GenerateResponse,),

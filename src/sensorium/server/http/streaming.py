@@ -77,14 +77,14 @@ class _SseChunks:
                 self._num_prompt_tokens[prompt_index] = len(delta.prompt_token_ids)
                 self._num_completion_tokens += sum(len(entry.token_ids) for entry in delta.deltas)
                 for chunk in self._add_trace(self._maker.make_chunks(prompt_index, delta)):
-                    yield _make_event(msgspec.structs.replace(chunk, usage=self._get_usage()))
+                    yield make_event(msgspec.structs.replace(chunk, usage=self._get_usage()))
         if self._has_usage:
             last = msgspec.structs.replace(
                 self._maker.make_empty_chunk(),
                 usage=make_usage(self._call.get_outputs()),
                 sensorium_trace=self._call.get_trace(),
             )
-            yield _make_event(last)
+            yield make_event(last)
 
     def _get_usage(self) -> Usage | UnsetType | None:
         if self._is_continuous:
@@ -103,7 +103,8 @@ class _SseChunks:
         return [*before, msgspec.structs.replace(last, sensorium_trace=self._call.get_trace())]
 
 
-def _make_event(value: Any) -> bytes:
+def make_event(value: Any) -> bytes:
+    """Return a server-sent event with a value as JSON."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 

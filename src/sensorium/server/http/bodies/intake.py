@@ -2,7 +2,8 @@
 
 Each body has a largest size, a longest time and a least rate; all unfinished bodies together have
 a limit of memory. A `BodyIntake` owns the unfinished bodies of its frontend process, and is used on
-one event loop.
+one event loop. There are two: one for bodies that are kept in memory, and one for uploads, which
+`bodies.uploads` keeps on disk.
 
 Invariants:
   1. A body that comes at the least rate or faster, within the time for a whole body, is received.
@@ -14,8 +15,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.types import Receive
 
@@ -32,6 +34,7 @@ class BodyLimits:
     timeout_s: float  # from a request's head to the end of its body
     min_bytes_per_s: int  # on average, after `_GRACE_S`
     max_unfinished_bytes: int  # of all unfinished bodies
+    size_option: str = "--max-body-mb"  # the option that `max_bytes` comes from
 
     def get_time_s(self, num_bytes: int) -> float:
         """Return how many seconds a body may take in all, if `num_bytes` of it have arrived.
@@ -45,7 +48,7 @@ class BodyLimits:
 class _Unfinished:
     """A request body that has not arrived completely yet."""
 
-    received: bytearray = field(default_factory=bytearray)
+    num_bytes: int = 0  # that have arrived
     waiting: asyncio.Timeout | None = None  # the time limit of the wait for the next piece
     is_given_up: bool = False  # refused, so that its memory can be used for other bodies
 
@@ -63,16 +66,33 @@ class BodyIntake:
 
         Raise an `ApiError` if the body exceeds a limit, and `ClientGoneError` if the client leaves.
         """
+        received = bytearray()
+
+        async def keep(piece: bytes) -> None:
+            received.extend(piece)
+
+        await self.receive_into(receive, keep)
+        return received
+
+    async def receive_into(
+        self, receive: Receive, keep: Callable[[bytes], Awaitable[None]]
+    ) -> None:
+        """Receive the whole body of a request, and pass each piece of it to `keep`.
+
+        The next piece is received when `keep` has returned. Raise the errors of `receive`, and
+        those of `keep`.
+        """
         body = _Unfinished()
         self._unfinished[body] = None
         began = asyncio.get_running_loop().time()
         try:
-            while await self._receive_piece(body, receive, began):
-                pass
+            is_more = True
+            while is_more:
+                piece, is_more = await self._receive_piece(body, receive, began)
+                await keep(piece)
         finally:
             del self._unfinished[body]
-            self._num_bytes -= len(body.received)
-        return body.received
+            self._num_bytes -= body.num_bytes
 
     def check_length(self, declared: str | None) -> None:
         """Raise an `ApiError` if the header `content-length` declares a body that is too large.
@@ -81,32 +101,36 @@ class BodyIntake:
         """
         max_bytes = self.limits.max_bytes
         if declared is not None and declared.isdecimal() and int(declared[:20]) > max_bytes:
-            raise _make_size_error(max_bytes)
+            raise self._make_size_error()
 
-    async def _receive_piece(self, body: _Unfinished, receive: Receive, began: float) -> bool:
-        """Wait for the next piece of a body, add it, and return whether more pieces follow.
+    async def _receive_piece(
+        self, body: _Unfinished, receive: Receive, began: float
+    ) -> tuple[bytes, bool]:
+        """Wait for the next piece of a body, count it, and return it and whether more follow.
 
         `began` is when the body began, in the event loop's time. Raise the errors of `receive`.
         """
-        deadline = began + self.limits.get_time_s(len(body.received))
+        if body.is_given_up:  # while its last piece was being kept, so that no wait was ended
+            raise self._make_memory_error()
+        deadline = began + self.limits.get_time_s(body.num_bytes)
         try:
             async with asyncio.timeout_at(deadline) as body.waiting:
                 message = await receive()
         except TimeoutError as error:
             if body.is_given_up:
                 raise self._make_memory_error() from error
-            raise self._make_time_error(len(body.received)) from error
+            raise self._make_time_error(body.num_bytes) from error
         if message["type"] == "http.disconnect":
             raise ClientGoneError
-        piece = message.get("body", b"")
-        body.received += piece
+        piece: bytes = message.get("body", b"")
+        body.num_bytes += len(piece)
         self._num_bytes += len(piece)
-        if len(body.received) > self.limits.max_bytes:
-            raise _make_size_error(self.limits.max_bytes)
+        if body.num_bytes > self.limits.max_bytes:
+            raise self._make_size_error()
         is_more: bool = message.get("more_body", False)
         if is_more:
             self._make_room(body)
-        return is_more
+        return piece, is_more
 
     def _make_room(self, newest: _Unfinished) -> None:
         excess = self._num_bytes - self.limits.max_unfinished_bytes
@@ -114,14 +138,14 @@ class BodyIntake:
             if excess <= 0:
                 return
             if body.is_given_up:
-                excess -= len(body.received)
+                excess -= body.num_bytes
             elif body is newest:
                 raise self._make_memory_error()
-            elif body.received and body.waiting is not None:
+            elif body.num_bytes and body.waiting is not None:
                 body.is_given_up = True
-                excess -= len(body.received)
+                excess -= body.num_bytes
                 # The task that reads this body waits inside this timeout. Ending it now wakes the
-                # task, unless the timeout has just expired by itself.
+                # task, unless the timeout has just expired by itself, or the task keeps a piece.
                 with suppress(RuntimeError):
                     body.waiting.reschedule(asyncio.get_running_loop().time())
 
@@ -145,11 +169,12 @@ class BodyIntake:
             headers={"retry-after": str(RETRY_AFTER_S)},
         )
 
-
-def _make_size_error(max_bytes: int) -> ApiError:
-    return ApiError(
-        f"the body is larger than {max_bytes} bytes, the limit of this server (--max-body-mb)",
-        status=413,
-        code="body_too_large",
-        reason="body_too_large",
-    )
+    def _make_size_error(self) -> ApiError:
+        limits = self.limits
+        return ApiError(
+            f"the body is larger than {limits.max_bytes} bytes, the limit of this server "
+            f"({limits.size_option})",
+            status=413,
+            code="body_too_large",
+            reason="body_too_large",
+        )

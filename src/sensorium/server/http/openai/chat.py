@@ -18,7 +18,14 @@ from sensorium.render.answers.format import AnswerFormat
 from sensorium.render.answers.reader import AnswerReader
 from sensorium.render.answers.tools import parse_tool_choice, parse_tools
 from sensorium.render.messages import ChatOptions
-from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
+from sensorium.server.http.calls import (
+    Call,
+    Context,
+    Work,
+    check_has_chat,
+    get_prompt_fields,
+    start_call,
+)
 from sensorium.server.http.choices import Piece, make_piece, make_prompt_logprobs, make_usage
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import find_constraint_path, make_chat_params
@@ -32,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 async def create_chat_completion(http_request: Request, context: Context) -> Response:
+    check_has_chat(context)
     call = await start_call(
         http_request,
         context,

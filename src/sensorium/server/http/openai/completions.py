@@ -10,7 +10,14 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sensorium.server.http.calls import Call, Context, Work, get_prompt_fields, start_call
+from sensorium.server.http.calls import (
+    Call,
+    Context,
+    Work,
+    check_has_chat,
+    get_prompt_fields,
+    start_call,
+)
 from sensorium.server.http.choices import (
     count_characters,
     make_completion_choice,
@@ -35,6 +42,7 @@ _KINDS = "text, token ids, or a list of either"
 
 
 async def create_completion(http_request: Request, context: Context) -> Response:
+    check_has_chat(context)
     call = await start_call(
         http_request,
         context,

@@ -37,7 +37,7 @@ def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
     """
     _check_common(request)
     if request.modalities is not None and request.modalities != ["text"]:
-        raise _make_unsupported("modalities", "other than text")
+        raise make_unsupported("modalities", "other than text")
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     limit = request.max_completion_tokens
@@ -56,7 +56,7 @@ def make_completion_params(request: CompletionRequest) -> SamplingParams:
     """
     _check_common(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise _make_unsupported("best_of", "other than n")
+        raise make_unsupported("best_of", "other than n")
     given = _get_given(request)
     if request.echo and request.logprobs is not None:
         if request.stream:
@@ -82,7 +82,7 @@ def _get_given(request: GeneratingRequest) -> dict[str, Any]:
 def _check_common(request: GeneratingRequest) -> None:
     for name in request.unsupported:
         if getattr(request, name):
-            raise _make_unsupported(name)
+            raise make_unsupported(name)
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options needs stream to be true", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:
@@ -91,7 +91,8 @@ def _check_common(request: GeneratingRequest) -> None:
         )
 
 
-def _make_unsupported(name: str, what: str = "") -> ApiError:
+def make_unsupported(name: str, what: str = "") -> ApiError:
+    """Return the error for a field that is not supported, or not with the value that it has."""
     words = f"{name} {what}".strip()
     return ApiError(f"{words}: this is not supported yet", param=name, code="unsupported")
 

@@ -13,6 +13,7 @@ where they are used: `render.messages`, `render.answers.tools` and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -77,6 +78,16 @@ def _make_wire_type(declared: SamplingField) -> Any:
     }[declared.kind]
 
 
+def make_sampling_struct(name: str, entries: Iterable[SamplingField]) -> type[Struct]:
+    """Return a base of request bodies with these sampling parameters; null means the default."""
+
+    def describe(entry: SamplingField) -> Any:
+        return Annotated[_make_wire_type(entry) | None, Meta(description=entry.description)]
+
+    fields = [(entry.name, describe(entry), None) for entry in entries]
+    return msgspec.defstruct(name, fields, module=__name__, frozen=True, kw_only=True)
+
+
 SAMPLING_FIELDS = tuple(entry for entry in list_sampling_fields() if not entry.is_internal)
 if TYPE_CHECKING:
 
@@ -86,17 +97,7 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-
-    def _describe(entry: SamplingField) -> Any:
-        return Annotated[_make_wire_type(entry) | None, Meta(description=entry.description)]
-
-    SamplingFields = msgspec.defstruct(
-        "SamplingFields",
-        [(entry.name, _describe(entry), None) for entry in SAMPLING_FIELDS],
-        module=__name__,
-        frozen=True,
-        kw_only=True,
-    )
+    SamplingFields = make_sampling_struct("SamplingFields", SAMPLING_FIELDS)
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

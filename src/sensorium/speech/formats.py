@@ -1,0 +1,217 @@
+"""Writes transcripts in the formats of OpenAI's API: json, text, srt, verbose_json and vtt.
+
+The structs are the JSON objects of the API, with its names and its order of fields. A field that is
+`UNSET` is not written.
+
+Rules of subtitles (`as_srt`, `as_vtt`):
+  1. Each cue has one line of text. Segments without text have no cue.
+  2. Cues begin in the order of time, and each is at least a millisecond long.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Literal, get_args
+
+from msgspec import UNSET, Struct, UnsetType
+
+from sensorium.speech.languages import NAMES
+from sensorium.speech.transcript import Segment, SpeechUsage, Task, TokenScore, Transcript
+
+SpeechFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
+SPEECH_FORMATS: tuple[SpeechFormat, ...] = get_args(SpeechFormat)
+_UNKNOWN = "unknown"  # the language if the model does not tell
+_LEAST = -9999.0  # in place of minus infinity, which JSON can't write
+
+
+class InputTokenDetails(Struct, frozen=True, kw_only=True):
+    text_tokens: int
+    audio_tokens: int
+
+
+class TokenUsage(Struct, frozen=True, kw_only=True):
+    type: Literal["tokens"] = "tokens"
+    input_tokens: int
+    input_token_details: InputTokenDetails
+    output_tokens: int
+    total_tokens: int
+
+
+class DurationUsage(Struct, frozen=True, kw_only=True):
+    type: Literal["duration"] = "duration"
+    seconds: int  # begun ones count
+
+
+class SpeechLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class SpeechAnswer(Struct, frozen=True, kw_only=True):
+    """A transcript in the format "json"."""
+
+    text: str
+    logprobs: list[SpeechLogprob] | UnsetType = UNSET
+    usage: TokenUsage
+
+
+class SpeechSegment(Struct, frozen=True, kw_only=True):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class SpeechWord(Struct, frozen=True, kw_only=True):
+    word: str
+    start: float
+    end: float
+
+
+class VerboseSpeechAnswer(Struct, frozen=True, kw_only=True):
+    """A transcript in the format "verbose_json"."""
+
+    task: Task
+    language: str  # the English name of the language of `text`
+    duration: float
+    text: str
+    words: list[SpeechWord] | UnsetType = UNSET
+    segments: list[SpeechSegment] | UnsetType = UNSET
+    usage: DurationUsage
+
+
+def as_json(transcript: Transcript, *, has_logprobs: bool = False) -> SpeechAnswer:
+    """Return a transcript in the format "json", with log-probabilities of tokens if asked for."""
+    scores = (score for segment in transcript.segments for score in segment.scores)
+    return SpeechAnswer(
+        text=get_text(transcript),
+        logprobs=make_logprobs(scores) if has_logprobs else UNSET,
+        usage=make_token_usage(transcript.usage),
+    )
+
+
+def as_text(transcript: Transcript) -> str:
+    """Return a transcript in the format "text": one line, or those that the model has written."""
+    return get_text(transcript) + "\n"
+
+
+def as_verbose(
+    transcript: Transcript, *, has_segments: bool = True, has_words: bool = False
+) -> VerboseSpeechAnswer:
+    """Return a transcript in the format "verbose_json", with the times that were asked for.
+
+    A translation is in English, whatever language was spoken.
+    """
+    code = "en" if transcript.task == "translate" else transcript.language or _UNKNOWN
+    return VerboseSpeechAnswer(
+        task=transcript.task,
+        language=NAMES.get(code, code),
+        duration=transcript.duration_s,
+        text=get_text(transcript),
+        words=list(_make_words(transcript.segments)) if has_words else UNSET,
+        segments=[_make_segment(each) for each in transcript.segments] if has_segments else UNSET,
+        usage=DurationUsage(seconds=math.ceil(transcript.duration_s)),
+    )
+
+
+def as_srt(segments: Iterable[Segment]) -> str:
+    """Return the subtitles of a transcript in the format SubRip, with numbers from 1 on."""
+    blocks = [
+        f"{number}\n{_write_time(start, ',')} --> {_write_time(end, ',')}\n"
+        # The format has no escapes, and an arrow is the sign of a line with times.
+        f"{text.replace('-->', '->')}\n"
+        for number, (start, end, text) in enumerate(_make_cues(segments), start=1)
+    ]
+    return "\n".join(blocks)
+
+
+def as_vtt(segments: Iterable[Segment]) -> str:
+    """Return the subtitles of a transcript in the format WebVTT."""
+    blocks = [
+        f"{_write_time(start, '.')} --> {_write_time(end, '.')}\n{_escape(text)}\n"
+        for start, end, text in _make_cues(segments)
+    ]
+    return "\n".join(["WEBVTT\n", *blocks])
+
+
+def get_text(transcript: Transcript) -> str:
+    """Return the whole text of a transcript, without white space around it."""
+    return transcript.text.strip()
+
+
+def make_logprobs(scores: Iterable[TokenScore]) -> list[SpeechLogprob]:
+    """Return the log-probabilities of tokens in the form of the API."""
+    return [
+        SpeechLogprob(score.text, _make_finite(score.logprob), list(score.utf8)) for score in scores
+    ]
+
+
+def make_token_usage(usage: SpeechUsage) -> TokenUsage:
+    """Return the token counts of a transcript in the form of the API."""
+    num_input_tokens = usage.num_text_tokens + usage.num_audio_tokens
+    return TokenUsage(
+        input_tokens=num_input_tokens,
+        input_token_details=InputTokenDetails(
+            text_tokens=usage.num_text_tokens, audio_tokens=usage.num_audio_tokens
+        ),
+        output_tokens=usage.num_output_tokens,
+        total_tokens=num_input_tokens + usage.num_output_tokens,
+    )
+
+
+def _make_segment(segment: Segment) -> SpeechSegment:
+    return SpeechSegment(
+        id=segment.index,
+        seek=segment.seek,
+        start=segment.start,
+        end=segment.end,
+        text=segment.text,
+        tokens=list(segment.token_ids),
+        temperature=segment.temperature,
+        avg_logprob=_make_finite(segment.avg_logprob),
+        compression_ratio=segment.compression_ratio,
+        no_speech_prob=segment.no_speech_prob,
+    )
+
+
+def _make_words(segments: Iterable[Segment]) -> Iterator[SpeechWord]:
+    for segment in segments:
+        for word in segment.words:
+            yield SpeechWord(word=word.text.strip(), start=word.start, end=word.end)
+
+
+def _make_cues(segments: Iterable[Segment]) -> Iterator[tuple[int, int, str]]:
+    """Yield the beginning and the end in milliseconds, and the text, of each subtitle."""
+    earliest = 0
+    for segment in segments:
+        # Not `split()`: it would also change spaces that belong to the text of some languages.
+        lines = (line.strip() for line in segment.text.splitlines())
+        text = " ".join(line for line in lines if line)
+        if text:
+            start = max(round(segment.start * 1000), earliest)
+            yield start, max(round(segment.end * 1000), start + 1), text
+            earliest = start
+
+
+def _write_time(num_ms: int, mark: str) -> str:
+    """Return a time as hours, minutes, seconds and milliseconds, with `mark` before the last."""
+    seconds, num_ms = divmod(num_ms, 1000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02d}:{minutes:02d}:{seconds:02d}{mark}{num_ms:03d}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _make_finite(value: float) -> float:
+    return value if math.isfinite(value) else _LEAST
