@@ -37,7 +37,8 @@ def warm_up(renderer: Renderer) -> None:
     """
     try:
         with renderer.for_warmup() as for_warmup:
-            has_template = _warm_up_template(renderer)
+            has_chat = renderer.inputs.processor.beside is None
+            has_template = has_chat and _warm_up_template(renderer)
             _PromptWarmup(for_warmup, renderer.inputs, has_template=has_template).run()
     except ModelError:
         raise

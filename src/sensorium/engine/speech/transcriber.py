@@ -24,7 +24,19 @@ class AsyncTranscriber:
 
     def __init__(self, engine: AsyncEngine, model: SpeechModel) -> None:
         self._engine = engine
-        self.model = model
+        self._model = model
+
+    @property
+    def can_translate(self) -> bool:
+        return self._model.can_translate
+
+    @property
+    def has_segments(self) -> bool:
+        return self._model.has_segments
+
+    @property
+    def has_words(self) -> bool:
+        return self._model.has_words
 
     async def transcribe(
         self,
@@ -32,7 +44,7 @@ class AsyncTranscriber:
         options: SpeechOptions,
         *,
         request_id: str,
-        scope: PromptScope | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Segment | Transcript, None]:
         """Yield the segments of a sound as soon as they are final, and then the whole transcript.
 
@@ -40,12 +52,12 @@ class AsyncTranscriber:
         decoded, or if the model can't do what the options ask for. Closing the generator aborts the
         transcript.
         """
-        scope = scope or PromptScope()
+        scope = PromptScope(cache_salt=cache_salt)
         item = MediaItem(path=_FIELD, modality="audio", media=MediaBytes(media))
-        perception = PerceptionOptions(cache_salt=scope.cache_salt)
+        perception = PerceptionOptions(cache_salt=cache_salt)
         async with self._engine.perceive(item, perception) as perceived:
-            sound = Sound(perceived, self.model.processor, scope)
-            with closing(self.model.start(sound, options)) as rules:
+            sound = Sound(perceived, self._model.processor, scope)
+            with closing(self._model.start(sound, options)) as rules:
                 result = None
                 try:
                     while True:

@@ -67,9 +67,6 @@ class Transcriber(Protocol):
     """A part of the engine that writes down what is said in a sound, and what it can do."""
 
     @property
-    def can_transcribe(self) -> bool: ...
-
-    @property
     def can_translate(self) -> bool: ...  # into English
 
     @property

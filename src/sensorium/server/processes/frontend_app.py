@@ -29,6 +29,7 @@ from sensorium.engine.build.frontend import (
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import warm_up
+from sensorium.engine.speech.transcriber import AsyncTranscriber
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.generation_config import load_generation_defaults
 from sensorium.multimodal.cache.shm_store import ShmStore
@@ -84,6 +85,8 @@ class FrontendApp:
     perception: Perception
     answers: AnswerFormat
     info: CoreInfo | None  # stands for that of a core, if the server has none
+    transcriber: AsyncTranscriber | None  # None: the model is no speech model, or never run
+    has_chat: bool
 
 
 def build_frontend_app(start: StartFrontend) -> FrontendApp:
@@ -138,7 +141,15 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
-    return FrontendApp(engine=engine, perception=frontend.perception, answers=answers, info=info)
+    speech = None if is_alone else frontend.speech
+    return FrontendApp(
+        engine=engine,
+        perception=frontend.perception,
+        answers=answers,
+        info=info,
+        transcriber=None if speech is None else AsyncTranscriber(engine, speech),
+        has_chat=frontend.processor.beside is None,
+    )
 
 
 def _make_answer_format(
@@ -219,6 +230,8 @@ async def _serve(
         metrics,
         answers=app.answers,
         count=RequestCount(counts, start.index),
+        transcriber=app.transcriber,
+        has_chat=app.has_chat,
     )
     config = make_config(options, SyncBeforeEnd(application, sync))
     config.load()  # early, while the core still loads

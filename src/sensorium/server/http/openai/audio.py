@@ -96,7 +96,7 @@ def _get_transcriber(context: Context, task: Task) -> Transcriber:
     Raise an `ApiError` that names the right route if the model does not have this task.
     """
     transcriber = context.transcriber
-    if transcriber is None or not transcriber.can_transcribe:
+    if transcriber is None:
         has_sounds = "audio" in context.engine.modalities
         where = " Send sounds as `input_audio` in messages to" if has_sounds else " Use"
         hint = f"{where} /v1/chat/completions." if context.has_chat else ""
