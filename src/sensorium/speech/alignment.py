@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 POSITION_S = 0.02  # seconds of one position of the encoder
 
-_DIAGONAL, _DOWN, _RIGHT = 0, 1, 2  # the step of a path into a cell
-
 
 def find_token_times(
     attention: npt.NDArray[np.float32], *, num_positions: int, median_filter_width: int
@@ -65,52 +63,62 @@ def find_path(
     The path goes from the first to the last cell in steps right, down or diagonally (dynamic time
     warping). Where the two best ways are equal, it comes from the left.
     """
-    num_rows, num_columns = cost.shape
-    if num_columns == 1:
-        return np.arange(num_rows), np.zeros(num_rows, np.int64)
-    steps = _fill_steps(np.ascontiguousarray(cost).ravel(), num_rows, num_columns)
-    row, column = num_rows, num_columns
+    is_diagonal, is_down = _find_steps(cost)
+    row, column = cost.shape
     path = []
     # Each step lowers the row or the column, and the first row and column have one way only.
     while row > 0 and column > 0:
         path.append((row - 1, column - 1))
-        step = steps[row + column, row]
-        row -= step != _RIGHT
-        column -= step != _DOWN
+        if is_diagonal[row + column, row]:
+            row, column = row - 1, column - 1
+        elif is_down[row + column, row]:
+            row -= 1
+        else:
+            column -= 1
     rows, columns = np.array(path[::-1]).T
     return rows, columns
 
 
-def _fill_steps(
-    flat: npt.NDArray[np.float64], num_rows: int, num_columns: int
-) -> npt.NDArray[np.int8]:
-    """Return the step of the best path into each cell as [row + column, row], both from 1.
+def _find_steps(
+    cost: npt.NDArray[np.float64],
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return whether the best path comes into a cell diagonally, and whether it comes down.
 
-    The cells of one anti-diagonal don't depend on each other, so each is computed at once. Sums
-    are float32, as in OpenAI's code, so that near ties are decided alike.
+    Both arrays are [row + column, row], counted from 1. The cells of one anti-diagonal don't depend
+    on each other, so each is computed at once. Sums are float32, as in OpenAI's code, so that near
+    ties are decided alike.
     """
-    steps = np.zeros((num_rows + num_columns + 1, num_rows + 1), np.int8)
-    # Sums of the last two diagonals and of this one, by row. Row 0 and column 0 stand before the
-    # matrix: infinite, except for the corner where all paths begin.
+    num_rows, num_columns = cost.shape
+    num_diagonals = num_rows + num_columns + 1
+    is_diagonal, is_down = np.zeros((2, num_diagonals, num_rows + 1), np.bool_)
+    costs = _turn(cost)
+    # Sums of the last two anti-diagonals and of this one, by row. Row 0 and column 0 stand before
+    # the matrix: infinite, except for the corner where all paths begin.
     before, last, current = (np.full(num_rows + 1, np.inf, np.float32) for _ in range(3))
     before[0] = 0
-    for number in range(2, num_rows + num_columns + 1):
+    for number in range(2, num_diagonals):
         first, stop = max(1, number - num_columns), min(num_rows, number - 1) + 1
-        diagonal, down, right = (
-            before[first - 1 : stop - 1],
-            last[first - 1 : stop - 1],
-            last[first:stop],
-        )
-        begin = (first - 1) * num_columns + number - first - 1
-        stride = num_columns - 1
-        costs = flat[begin : begin + (stop - first - 1) * stride + 1 : stride]
-        is_diagonal = (diagonal < down) & (diagonal < right)
-        is_down = (down < diagonal) & (down < right)
-        best = np.where(is_diagonal, diagonal, np.where(is_down, down, right))
-        current[first:stop] = costs + best
-        steps[number, first:stop] = np.where(
-            is_diagonal, _DIAGONAL, np.where(is_down, _DOWN, _RIGHT)
-        )
+        diagonal, down = before[first - 1 : stop - 1], last[first - 1 : stop - 1]
+        right = last[first:stop]
+        comes_diagonally = is_diagonal[number, first:stop]
+        comes_down = is_down[number, first:stop]
+        np.less(diagonal, np.minimum(down, right), out=comes_diagonally)
+        np.less(down, np.minimum(diagonal, right), out=comes_down)
+        sums = current[first:stop]
+        np.copyto(sums, right)
+        np.copyto(sums, down, where=comes_down)
+        np.copyto(sums, diagonal, where=comes_diagonally)
+        sums += costs[number - 2, first - 1 : stop - 1]
         before, last, current = last, current, before
-        current[0] = np.inf  # the corner belongs to the first diagonal only
-    return steps
+        current[0] = np.inf  # the corner belongs to the first anti-diagonal only
+    return is_diagonal, is_down
+
+
+def _turn(cost: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the cells of a matrix as [row + column, row], so that anti-diagonals are rows."""
+    num_rows, num_columns = cost.shape
+    # Empty cells are put behind each row. If the cells are then read in rows that are one cell
+    # shorter, row i is shifted by i cells.
+    padded = np.pad(cost, ((0, 0), (0, num_rows)))
+    sheared = padded.ravel()[: num_rows * (num_rows + num_columns - 1)]
+    return np.ascontiguousarray(sheared.reshape(num_rows, -1).T)

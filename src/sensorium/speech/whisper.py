@@ -210,7 +210,8 @@ class _WhisperRules:
             suppressed=tokens.suppressed,
             suppressed_at_begin=tokens.suppressed_at_begin,
             timestamps=rules if self._has_timestamps else None,
-            scored_token=(prompt.index(tokens.start_id), tokens.no_speech_id),
+            # Silence shows right behind the start of the transcript.
+            scored_token=(len(prompt) - len(self._list_first_tokens()), tokens.no_speech_id),
         )
 
     def _read_attempt(self, request: WindowRequest, result: WindowResult) -> _Attempt:
