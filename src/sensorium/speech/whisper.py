@@ -331,11 +331,10 @@ class _WhisperRules:
         spans = split_words([token_ids[i] for i in indices], self._tokenizer.decode, language)
         starts = (0.0, *times)
         begin = self._seek / FRAMES_PER_S
-        end = (self._seek + self._num_window_frames) / FRAMES_PER_S
         words = []
         for span in spans:
             moments = [begin + starts[indices[span.start]], begin + times[indices[span.stop - 1]]]
-            first, last = (round(min(moment, end), 2) for moment in moments)
+            first, last = (round(moment, 2) for moment in moments)
             first = self._clamp(first, self._last_word_end)
             self._last_word_end = self._clamp(last, first)
             if span.text.strip():
