@@ -74,7 +74,7 @@ def test_words_are_those_of_transformers(token_ids: list[int], is_japanese: bool
     language = "japanese" if is_japanese else "english"
     words, _, indices = _combine_tokens_into_words(ByteTokenizer(), token_ids, language)
     if sum(map(len, indices)) < len(token_ids):
-        return  # Transformers leaves out tokens whose characters are never completed.
+        return  # Transformers leaves out tokens of a character that is never completed.
     assert [span.text for span in spans if span.text] == words
     assert [list(range(span.start, span.stop)) for span in spans if span.text] == indices
 
