@@ -93,9 +93,7 @@ def _make_whisper_tokenizer(languages: tuple[str, ...]) -> Any:
 
 
 def make_moonshine(directory: Path) -> None:
-    tokenizer = make_tokenizer(
-        ["<unk>", "<s>", "</s>"], bos="<s>", eos="</s>", pad="</s>"
-    )
+    tokenizer = make_tokenizer(["<unk>", "<s>", "</s>"], bos="<s>", eos="</s>", pad="</s>")
     config = tf.MoonshineConfig(
         vocab_size=len(tokenizer) + 5,
         hidden_size=32,

@@ -75,7 +75,9 @@ class Reference:
         token_ids = list(prompt)
         for _ in range(NUM_TOKENS):
             output = self.model(
-                encoder_outputs=encoded, decoder_input_ids=torch.tensor([token_ids]), use_cache=False
+                encoder_outputs=encoded,
+                decoder_input_ids=torch.tensor([token_ids]),
+                use_cache=False,
             )
             token_ids.append(int(output.logits[0, -1].argmax()))
         return Spoken(
@@ -126,7 +128,7 @@ def get_wrong(outputs: Sequence[RequestOutput], spoken: Sequence[Spoken]) -> lis
 
 
 def test_the_reference_is_sensitive(reference_of: ReferenceOf) -> None:
-    """Sounds have different answers, so that one that hears another's sound would be seen."""
+    """Sounds have different answers, so that a request with the sound of another would be seen."""
     for family in FAMILIES:
         answers = [tuple(entry.token_ids) for entry in reference_of(family).spoken]
         assert len(set(answers)) >= len(answers) - 1
@@ -211,9 +213,7 @@ def test_equal_prompts_over_different_sounds_share_nothing(reference_of: Referen
     reference = reference_of("whisper")
     long = "<|startofprev|>" + " the quick brown fox jumps over the lazy dog." * 4
     text = f"{long}<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
-    spoken = [
-        reference._ask(make_audio(2.0, seed=50 + number), text) for number in range(3)
-    ]
+    spoken = [reference._ask(make_audio(2.0, seed=50 + number), text) for number in range(3)]
     assert len({tuple(entry.token_ids) for entry in spoken}) == 3
     assert len(spoken[0].prompt_token_ids) > 2 * 8
     llm = make_engine(reference.directory, block_size=8)
@@ -267,8 +267,6 @@ def _hear_less(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(tables, rows=rows)
 
     monkeypatch.setattr(InputBatch, "_make_cross_tables", cut)
-
-
 
 
 @pytest.mark.check("controls")

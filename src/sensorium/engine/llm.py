@@ -35,6 +35,7 @@ from sensorium.engine.speech.batch import (
     make_items,
     make_options,
 )
+from sensorium.engine.speech.models import read_speech_model
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.render.prompts import as_params, as_prompts
 from sensorium.speech.transcript import Transcript
@@ -87,7 +88,7 @@ class LLM:
             switched_off=switched_off,
         )
         self.input_processor.max_model_len = self.config.limits.max_model_len
-        self._speech = frontend.speech
+        self._speech = read_speech_model(frontend)
         self._num_threads = media.mm_processor_pool_size
         self._ids = count()
         self._driver = RequestDriver(frontend.processor.tokenizer, self.perception.caches.sender)

@@ -37,9 +37,9 @@ def count_positions(model_class: Any, num_inputs: int) -> int:
 
 
 def get_max_positions(model_class: Any, config: PretrainedConfig) -> int:
-    """Return how many positions the longest sound has that the model hears at once.
+    """Return the number of positions of the longest sound that the model takes.
 
-    A model without a limit in its config takes samples, and hears windows of 30 seconds.
+    A model without a limit in its config takes samples, and gets windows of 30 seconds.
     """
     most: int | None = getattr(config, "max_source_positions", None)
     return most or count_positions(model_class, _WINDOW_S * _SAMPLING_RATE)
@@ -56,13 +56,9 @@ class EncoderDecoderAdapter(ModelAdapter):
                 module.config = self._decoder_config
         super().__init__(model)
         self.num_decoder_layers = int(self.text_config.num_hidden_layers)
+        self.max_cross_positions = get_max_positions(type(model), model.config)
         self._number_cross_layers()
         self.alignment_heads = self._get_alignment_heads()
-
-    @property
-    def max_cross_positions(self) -> int:
-        """The most positions of a sound that a request attends to, in windows of 30 seconds."""
-        return get_max_positions(type(self.model), self.config)
 
     def _get_alignment_heads(self) -> dict[int, list[int]]:
         """Return the heads that align text with sounds, by the index of their layer.
@@ -119,7 +115,7 @@ class EncoderDecoderAdapter(ModelAdapter):
         """Return the embeddings [1, N, hidden] of token ids, and the encoded sounds.
 
         `mm_embeds` are those of the requests that begin in this step, one after the other. If none
-        begins, the decoder gets a single row that nobody attends to.
+        begins, the decoder gets a single row that no token attends to.
         """
         embeds = self.embedding(input_ids)[None]
         states = embeds.new_zeros(1, embeds.shape[-1]) if mm_embeds is None else mm_embeds

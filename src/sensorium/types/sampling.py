@@ -229,7 +229,9 @@ class SamplingParams:
         return replace(self, seed=seed if self.seed is None else self.seed, **missing)
 
 
-Kind = Literal["integer", "number", "flag", "texts", "words", "token_ids", "biases", "structured", "speech"]
+Kind = Literal[
+    "integer", "number", "flag", "texts", "words", "token_ids", "biases", "structured", "speech"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,16 +107,7 @@ class InputBatch:
                 query_lens=query_lens,
                 seq_lens=seq_lens,
                 attend_until=tensors.get("attend_until"),
-                groups=tuple(
-                    GroupTables(
-                        window=group.window,
-                        slot_mapping=tensors[f"slots{index}"],
-                        block_tables=tensors[f"tables{index}"],
-                        is_causal=self.has_causal_full_layers and group.window is None,
-                    )
-                    for index, group in enumerate(self.groups)
-                    if not group.is_cross
-                ),
+                groups=self._make_group_tables(tensors),
             ),
             cross=None
             if cross is None
@@ -126,6 +117,18 @@ class InputBatch:
             sampled=tuple(state for s, state in ordered if s.is_sampled),
             logits_index=tensors["logits_index"],
             partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self.groups))),
+        )
+
+    def _make_group_tables(self, tensors: Mapping[str, torch.Tensor]) -> tuple[GroupTables, ...]:
+        return tuple(
+            GroupTables(
+                window=group.window,
+                slot_mapping=tensors[f"slots{index}"],
+                block_tables=tensors[f"tables{index}"],
+                is_causal=self.has_causal_full_layers and group.window is None,
+            )
+            for index, group in enumerate(self.groups)
+            if not group.is_cross
         )
 
     def _gather_new_sounds(self, rows: Sequence[Row]) -> list[torch.Tensor]:

@@ -217,12 +217,7 @@ def build_engine_core(
     layers = adapter.probe_layers()  # refuses models that can't be run
     if options.fusion and adapter.device.type == "cuda":
         adapter.fuse()
-    limits = replace(
-        limit_context(options, limits, adapter.find_context_limit(layers)),
-        bidirectional_modalities=adapter.bidirectional_modalities,
-        long_after=adapter.long_after,
-        is_encoder_decoder=adapter.max_cross_positions > 0,
-    )
+    limits = _limit_model(adapter, options, limits, layers)
     layer_groups = group_layers(layers)
     # Chosen before the memory is divided, because a backend may need some of it.
     attention = choose_attention(
@@ -264,6 +259,18 @@ def build_engine_core(
         graphs=graphs,
     )
     return EngineCore(make_scheduler(config), runner, payloads, overlap=config.overlap), config
+
+
+def _limit_model(
+    adapter: ModelAdapter, options: EngineOptions, limits: Limits, layers: Sequence[LayerSpec]
+) -> Limits:
+    """Return the limits of an engine with what its loaded model adds to them."""
+    return replace(
+        limit_context(options, limits, adapter.find_context_limit(layers)),
+        bidirectional_modalities=adapter.bidirectional_modalities,
+        long_after=adapter.long_after,
+        is_encoder_decoder=adapter.max_cross_positions > 0,
+    )
 
 
 def _describe_fusion(adapter: ModelAdapter, options: EngineOptions) -> str:

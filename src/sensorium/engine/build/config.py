@@ -153,25 +153,9 @@ def resolve_config(
             f"{format_bytes(room)} free on {device} beside the {format_bytes(memory.reserve_bytes)}"
             " that encoders and steps need: give a smaller value"
         )
-    window = max((group.window or 0 for group in layer_groups), default=0)
-    if max_cross_positions:
-        groups = plan_cross_cache(
-            layer_groups,
-            memory_bytes=memory_bytes,
-            block_size=options.block_size,
-            element_size=element_size,
-            max_tokens=limits.max_model_len,
-            max_cross_positions=max_cross_positions,
-        )
-    else:
-        groups = plan_kv_cache(
-            layer_groups,
-            memory_bytes=memory_bytes,
-            block_size=options.block_size,
-            element_size=element_size,
-            max_tokens_per_window_group=limits.max_num_seqs * (window + 2 * options.block_size)
-            + max(limits.max_num_batched_tokens, limits.max_model_len),
-        )
+    groups = _plan_groups(
+        layer_groups, limits, max_cross_positions, memory_bytes, options.block_size, element_size
+    )
     kv_cache_bytes = sum(
         group.num_blocks * size for group, size in zip(groups, block_bytes, strict=True)
     )
@@ -184,6 +168,35 @@ def resolve_config(
         attention_backend=attention_backend,
         memory=replace(memory, kv_cache_bytes=kv_cache_bytes),
         overlap=options.overlap and device.type in OVERLAP_DEVICES,
+    )
+
+
+def _plan_groups(
+    layer_groups: tuple[LayerGroup, ...],
+    limits: Limits,
+    max_cross_positions: int,
+    memory_bytes: int,
+    block_size: int,
+    element_size: int,
+) -> tuple[KVCacheGroup, ...]:
+    """Divide the memory of the KV cache among groups of layers."""
+    if max_cross_positions:
+        return plan_cross_cache(
+            layer_groups,
+            memory_bytes=memory_bytes,
+            block_size=block_size,
+            element_size=element_size,
+            max_tokens=limits.max_model_len,
+            max_cross_positions=max_cross_positions,
+        )
+    window = max((group.window or 0 for group in layer_groups), default=0)
+    return plan_kv_cache(
+        layer_groups,
+        memory_bytes=memory_bytes,
+        block_size=block_size,
+        element_size=element_size,
+        max_tokens_per_window_group=limits.max_num_seqs * (window + 2 * block_size)
+        + max(limits.max_num_batched_tokens, limits.max_model_len),
     )
 
 

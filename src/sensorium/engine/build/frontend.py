@@ -11,7 +11,6 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
-from sensorium.engine.speech.models import SpeechModel, read_speech_model
 from sensorium.models.checkpoint import find_checkpoint, get_revision
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
@@ -109,7 +108,7 @@ class Frontend:
 
     processor: MultiModalProcessor
     perception: Perception
-    speech: SpeechModel | None = None  # what it can transcribe; None: it is no speech model
+    checkpoint: Checkpoint
 
 
 def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
@@ -228,8 +227,7 @@ def build_frontend(
         loader=loader,
         pool=pool,
     )
-    speech = read_speech_model(processor, checkpoint.directory, hf_config)
-    return Frontend(processor=processor, perception=perception, speech=speech)
+    return Frontend(processor=processor, perception=perception, checkpoint=checkpoint)
 
 
 def _build_hasher(

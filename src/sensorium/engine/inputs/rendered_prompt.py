@@ -282,7 +282,7 @@ def _check_tokens(
 
 
 def _check_beside(items: Sequence[RenderedItem], max_positions: int) -> None:
-    """Raise a `RequestError` unless there is one sound, at 0, of a length that the model hears."""
+    """Raise a `RequestError` unless there is one sound at 0 that is not too long."""
     if len(items) != 1:
         raise RequestError(f"this model needs exactly one sound, not {len(items)}")
     position = items[0].feature.mm_position

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 from tqdm import tqdm
 
@@ -140,7 +140,7 @@ class TranscriptBatch:
             step = running.rules.send(result)
             while isinstance(step, Segment):
                 step = next(running.rules)
-            self._ask(running, cast(WindowRequest, step))
+            self._ask(running, step)
         except StopIteration as end:
             self._transcripts[running.index] = end.value
         except BaseException:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig
-
+from sensorium.engine.build.frontend import Frontend
 from sensorium.engine.speech.sounds import Sound
 from sensorium.engine.speech.tokenizer import TextTokens
 from sensorium.models.checkpoint import read_json
-from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.whisper import transcribe_whisper
@@ -56,17 +53,18 @@ class SpeechModel:
         )
 
 
-def read_speech_model(
-    processor: MultiModalProcessor, directory: Path, config: PretrainedConfig
-) -> SpeechModel | None:
+def read_speech_model(frontend: Frontend) -> SpeechModel | None:
     """Return what a model can transcribe, or `None` if it is no speech model."""
+    processor, config = frontend.processor, frontend.checkpoint.hf_config
     if processor.beside is None or config.model_type != "whisper":
         return None
-    generation: Mapping[str, Any] = read_json(directory / "generation_config.json")
+    generation: Mapping[str, Any] = read_json(
+        frontend.checkpoint.directory / "generation_config.json"
+    )
     tokenizer = TextTokens(processor.tokenizer)
     return SpeechModel(
         processor=processor.beside,
         tokenizer=tokenizer,
         tokens=read_whisper_tokens(generation, config.to_dict(), tokenizer),
-        settings=replace(read_whisper_settings(generation)),
+        settings=read_whisper_settings(generation),
     )

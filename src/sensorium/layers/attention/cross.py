@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.layers.kernels import find_obstacle
 
-
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
@@ -56,8 +55,8 @@ def attend_cross(
     value: torch.Tensor,
     *,
     scaling: float | None,
-    observed: Sequence[int] = (),
-    observe: Observe | None = None,
+    observed: Sequence[int],
+    observe: Observe,
 ) -> torch.Tensor:
     """Store new keys and values, and return the output [1, N, H, D of values] of cross-attention.
 
@@ -69,7 +68,7 @@ def attend_cross(
         for pages, tensor in ((cache.keys, key), (cache.values, value)):
             new = tensor[0, :, :num_new].transpose(0, 1)
             pages.flatten(0, 1).index_copy_(0, tables.slot_mapping, new)
-    for number in observed if observe is not None else ():
+    for number in observed:
         row = tables.rows[number]
         observe(number, query[:, :, row.start : row.end], _get_positions(cache.keys, row))
     if find_obstacle(query.device) is None:

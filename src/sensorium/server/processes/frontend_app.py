@@ -29,6 +29,7 @@ from sensorium.engine.build.frontend import (
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import warm_up
+from sensorium.engine.speech.models import SpeechModel, read_speech_model
 from sensorium.engine.speech.transcriber import AsyncTranscriber
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.generation_config import load_generation_defaults
@@ -85,7 +86,7 @@ class FrontendApp:
     perception: Perception
     answers: AnswerFormat
     info: CoreInfo | None  # stands for that of a core, if the server has none
-    transcriber: AsyncTranscriber | None  # None: the model is no speech model, or never run
+    speech: SpeechModel | None  # None: the model is no speech model, or never run
     has_chat: bool
 
 
@@ -141,13 +142,12 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
-    speech = None if is_alone else frontend.speech
     return FrontendApp(
         engine=engine,
         perception=frontend.perception,
         answers=answers,
         info=info,
-        transcriber=None if speech is None else AsyncTranscriber(engine, speech),
+        speech=None if is_alone else read_speech_model(frontend),
         has_chat=frontend.processor.beside is None,
     )
 
@@ -230,7 +230,7 @@ async def _serve(
         metrics,
         answers=app.answers,
         count=RequestCount(counts, start.index),
-        transcriber=app.transcriber,
+        transcriber=None if app.speech is None else AsyncTranscriber(engine, app.speech),
         has_chat=app.has_chat,
     )
     config = make_config(options, SyncBeforeEnd(application, sync))

@@ -149,12 +149,10 @@ def build_graphs(
             recorder=parts.segment_recorder,
             sizes=token_sizes,
         )
-        logger.info(
-            "capturing CUDA graphs: %d batch sizes of decode steps, %d token counts with prompts",
-            *(len(sizes), len(token_sizes)),
-        )
+        logger.info("capturing CUDA graphs: %d batch sizes of decode steps", len(sizes))
         no_segments: str | None = "its decoder gets the sounds of new requests as well"
         if not adapter.max_cross_positions:
+            logger.info("capturing CUDA graphs: %d token counts with prompts", len(token_sizes))
             no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:

@@ -45,6 +45,14 @@ class DecodeInputs:
     slots: tuple[torch.Tensor, ...]  # per group: [B]
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [B, blocks of the longest request]
 
+    def get_lengths(self, *, is_cross: bool) -> torch.Tensor:
+        """Return how many positions each request attends to, of its media or of its tokens."""
+        if not is_cross:
+            return self.seq_lens
+        if self.cross_lens is None:
+            raise InvariantError("a layer with cross-attention has no lengths of media")
+        return self.cross_lens
+
 
 class DecodeBuffers:
     """An owner of the fixed device memory from which captured decode steps read their inputs.
@@ -59,7 +67,7 @@ class DecodeBuffers:
         block_size: int,
         max_batch: int,
         max_model_len: int,
-        max_cross_positions: int,
+        max_cross_positions: int = 0,
         has_mrope: bool,
         has_long_factors: bool,
         device: torch.device,

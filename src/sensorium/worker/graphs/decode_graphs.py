@@ -213,9 +213,7 @@ class DecodeGraphs:
         adapter = self._adapter
         embeds, extra = adapter.embed(inputs.input_ids, None, None)
         is_long = None if inputs.is_long is None else inputs.is_long.bool()
-        call = _DecodeCall(
-            self._kv_cache, self._kernels, inputs, self._windows, self._cross_group
-        )
+        call = _DecodeCall(self._kv_cache, self._kernels, inputs, self._windows, self._cross_group)
         with adapter.choosing_factors(is_long):
             hidden = adapter.forward(embeds, inputs.positions, call, extra)
         logits = adapter.logits(hidden)
@@ -254,7 +252,7 @@ class _DecodeCall:
             cache,
             query[0].transpose(0, 1),
             self.inputs.block_tables[group],
-            self.inputs.cross_lens if is_cross else self.inputs.seq_lens,
+            self.inputs.get_lengths(is_cross=is_cross),
             scaling=scaling,
             window=self.windows[group],
         )

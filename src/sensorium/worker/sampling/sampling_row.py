@@ -16,7 +16,6 @@ from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams, TimestampRules, TokenBans
 from sensorium.utils.arrays import GrowingArray, IntArray
 
-
 MAX_TOKEN_ID = 2**31 - 1
 
 
