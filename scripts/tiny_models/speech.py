@@ -41,7 +41,7 @@ def _make_whisper(
         decoder_ffn_dim=64,
         d_model=32,
         max_source_positions=150,  # windows of 3 s instead of 30
-        max_target_positions=96,
+        max_target_positions=56,
         median_filter_width=7,
         pad_token_id=end,
         bos_token_id=end,
@@ -61,8 +61,7 @@ def _make_whisper(
         model,
         processor,
         is_multilingual=is_multilingual,
-        lang_to_id=ids if is_multilingual else None,
-        task_to_id=tasks if is_multilingual else None,
+        **({"lang_to_id": ids, "task_to_id": tasks} if is_multilingual else {}),
         no_timestamps_token_id=id_of("<|notimestamps|>"),
         prev_sot_token_id=id_of("<|startofprev|>"),
         max_initial_timestamp_index=50,
@@ -70,7 +69,7 @@ def _make_whisper(
         begin_suppress_tokens=[id_of("Ġ"), end],
         alignment_heads=[[0, 1], [1, 0]],
         return_timestamps=False,
-        max_length=96,
+        max_length=56,
     )
 
 

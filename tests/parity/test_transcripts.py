@@ -1,0 +1,183 @@
+"""Transcripts of the engine have the segments of Transformers' `generate`, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from sensorium import LLM
+from sensorium.engine.speech.models import SpeechModel
+from sensorium.speech.transcript import Transcript
+from sensorium.speech.whisper_tokens import WhisperSettings
+from tests.parity.cases import Audio, make_audio
+from tests.support.engine import Trace, assert_nothing_is_left, make_llm
+
+RATE = 16_000
+PLAIN = WhisperSettings(
+    temperatures=(0.0,),
+    max_compression_ratio=None,
+    min_avg_logprob=None,
+    max_no_speech_prob=None,
+    condition_on_prev_tokens=False,
+)
+CARRIED = replace(PLAIN, condition_on_prev_tokens=True)
+
+TinyModel = Callable[[str], str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Options of a transcript, in our words and in those of Transformers."""
+
+    ours: Mapping[str, Any] = field(default_factory=dict)
+    theirs: Mapping[str, Any] = field(default_factory=dict)
+
+
+SEGMENTS = {"needs_segments": True}
+TIMES = {"return_timestamps": True}
+LANGUAGE = {"language": "de", "task": "transcribe"}
+QUESTIONS = {
+    "without times": Question(ours=LANGUAGE, theirs=LANGUAGE),
+    "with times": Question(ours=LANGUAGE | SEGMENTS, theirs=LANGUAGE | TIMES),
+    "another language": Question(
+        ours={"language": "chinese"}, theirs={"language": "zh", "task": "transcribe"}
+    ),
+    "a translation": Question(
+        ours={"language": "fr", "task": "translate"} | SEGMENTS,
+        theirs={"language": "fr", "task": "translate"} | TIMES,
+    ),
+    "a language that is found": Question(
+        ours=SEGMENTS, theirs={"language": None, "task": "transcribe"} | TIMES
+    ),
+    "a prompt": Question(
+        ours=LANGUAGE | SEGMENTS | {"prompt": "the quick brown fox"},
+        theirs=LANGUAGE | TIMES | {"prompt": "the quick brown fox"},
+    ),
+}
+
+
+class Whisper:
+    """A tiny Whisper in Transformers, and in an engine."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.processor = transformers.AutoProcessor.from_pretrained(directory)
+
+    @cached_property
+    def model(self) -> Any:
+        loaded = transformers.WhisperForConditionalGeneration.from_pretrained(self.directory)
+        return loaded.eval()
+
+    @cached_property
+    def llm(self) -> LLM:
+        return make_llm(self.directory, max_model_len=None)
+
+    def transcribe(
+        self, sounds: list[Audio], settings: WhisperSettings, **options: Any
+    ) -> list[Transcript]:
+        speech = self.llm._speech
+        assert isinstance(speech, SpeechModel)
+        self.llm._speech = replace(speech, settings=settings)
+        entries = [(sound, RATE) for sound in sounds]
+        return self.llm.transcribe(entries, use_tqdm=False, **options)
+
+    @torch.inference_mode()
+    def generate(
+        self, sound: Audio, settings: WhisperSettings, *, prompt: str = "", **options: Any
+    ) -> list[list[int]]:
+        """Return the tokens of the segments that have a text."""
+        extractor, is_long = self.processor.feature_extractor, len(sound) > 3 * RATE
+        whole = {"truncation": False, "padding": "longest"} if is_long else {}
+        features = extractor(sound, sampling_rate=RATE, return_tensors="pt", **whole)
+        if prompt:
+            ids = self.processor.get_prompt_ids(prompt, return_tensors="pt")
+            options["prompt_ids"] = ids
+        output = self.model.generate(
+            features["input_features"],
+            return_segments=True,
+            temperature=settings.temperatures,
+            condition_on_prev_tokens=settings.condition_on_prev_tokens,
+            **options,
+        )
+        return [
+            segment["tokens"].tolist()
+            for segment in output["segments"][0]
+            if self._has_text(segment["tokens"].tolist())
+        ]
+
+    def _has_text(self, token_ids: list[int]) -> bool:
+        first_special = self.model.config.eos_token_id
+        text = [token_id for token_id in token_ids if token_id < first_special]
+        return bool(self.processor.tokenizer.decode(text).strip())
+
+
+@pytest.fixture(scope="module")
+def whisper(tiny_model: TinyModel) -> Whisper:
+    return Whisper(tiny_model("whisper"))
+
+
+def get_tokens(transcript: Transcript) -> list[list[int]]:
+    return [list(segment.token_ids) for segment in transcript.segments]
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_sounds_of_one_window(name: str, whisper: Whisper) -> None:
+    question = QUESTIONS[name]
+    sounds = [make_audio(3.0, seed=seed) for seed in range(3)]
+    transcripts = whisper.transcribe(sounds, PLAIN, **question.ours)
+    expected = [whisper.generate(sound, PLAIN, **question.theirs) for sound in sounds]
+    assert list(map(get_tokens, transcripts)) == expected
+    assert any(expected)
+    assert_nothing_is_left(whisper.llm)
+
+
+@pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["alone", "carried"])
+def test_long_sounds(settings: WhisperSettings, whisper: Whisper) -> None:
+    """Several windows each, and the windows of several sounds together."""
+    check_long(whisper, settings, [7.0, 4.5, 10.1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["alone", "carried"])
+def test_three_minutes(settings: WhisperSettings, whisper: Whisper) -> None:
+    check_long(whisper, settings, [180.0, 181.3])
+
+
+def check_long(whisper: Whisper, settings: WhisperSettings, lengths: list[float]) -> None:
+    sounds = [make_audio(seconds, seed=60 + index) for index, seconds in enumerate(lengths)]
+    trace = Trace(whisper.llm)
+    transcripts = whisper.transcribe(sounds, settings, **LANGUAGE)
+    expected = [whisper.generate(sound, settings, **LANGUAGE, **TIMES) for sound in sounds]
+    assert list(map(get_tokens, transcripts)) == expected
+    assert all(len(segments) > 1 for segments in expected)
+    assert trace.most_requests_in_a_step == len(sounds)
+    for transcript in transcripts:
+        times = [time for each in transcript.segments for time in (each.start, each.end)]
+        assert times == sorted(times)
+        assert 0 <= times[0] <= times[-1] <= transcript.duration_s
+
+
+def test_an_english_model(tiny_model: TinyModel) -> None:
+    whisper = Whisper(tiny_model("whisper_en"))
+    sounds = [make_audio(seconds, seed=70 + seconds) for seconds in (3, 8)]
+    transcripts = whisper.transcribe(sounds, PLAIN, **SEGMENTS)
+    assert list(map(get_tokens, transcripts)) == [
+        whisper.generate(sound, PLAIN, **TIMES) for sound in sounds
+    ]
+    assert [transcript.language for transcript in transcripts] == ["en", "en"]
+
+
+def test_the_same_sound_again_is_not_encoded_again(whisper: Whisper) -> None:
+    sounds = [make_audio(5.0, seed=80)]
+    first = whisper.transcribe(sounds, PLAIN, **LANGUAGE)
+    trace = Trace(whisper.llm)
+    assert whisper.transcribe(sounds, PLAIN, **LANGUAGE) == first
+    assert trace.num_encoded_items == 0
+    assert whisper.transcribe(sounds, PLAIN, **LANGUAGE, needs_words=True)[0].segments[0].words
+    assert trace.num_encoded_items == 0
