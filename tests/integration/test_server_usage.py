@@ -15,15 +15,17 @@ from tests.integration.generating import post, read_events, render
 from tests.support.clients import (
     MODEL,
     Answer,
+    as_base64,
     ask,
     chat,
     make_audio_part,
     make_conversations,
     make_image_part,
+    make_wav,
     stream_chat,
 )
 from tests.support.engine import make_llm
-from tests.support.server import ServerProcess
+from tests.support.server import SHARED_SERVERS, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("server")
 MODALITIES = ("image", "audio", "video")
@@ -107,7 +109,7 @@ def test_completions_of_text_have_no_tokens_of_media(client: OpenAI) -> None:
 
 def test_outputs_of_the_engine_have_the_tokens_of_their_media(omni_llm: LLM, count: Count) -> None:
     params = SamplingParams(max_tokens=1)
-    (output,) = omni_llm.chat(CONVERSATIONS["mixed"], params, use_tqdm=False)  # type: ignore[arg-type]
+    (output,) = omni_llm.chat(CONVERSATIONS["mixed"], params, use_tqdm=False)
     assert output.mm_tokens == count(output.prompt_token_ids)
     (output,) = omni_llm.generate(["Hello"], params, use_tqdm=False)
     assert output.mm_tokens == {}
@@ -125,3 +127,14 @@ def test_a_sound_beside_the_prompt_is_none_of_its_tokens(tiny_model: TinyModel) 
     assert output.error is None
     assert len(output.mm_items) == 1
     assert output.mm_tokens == {}
+
+
+def test_a_server_counts_no_sound_beside_the_prompt(tiny_model: TinyModel) -> None:
+    directory = tiny_model("whisper")
+    start = AutoConfig.from_pretrained(directory).decoder_start_token_id
+    url = f"data:audio/wav;base64,{as_base64(make_wav())}"
+    body = {"token_ids": [start], "content_parts": [{"type": "audio_url", "url": url}]}
+    with SHARED_SERVERS.use(directory, "--dtype", "float32") as server:
+        usage = server.post("/inference/v1/generate", body).json()["usage"]
+    assert usage["prompt_tokens"] == 1
+    assert get_media_tokens(usage) == dict.fromkeys(MODALITIES, 0)
