@@ -98,7 +98,8 @@ class AsyncEngine:
         self.renderer = Renderer(inputs, chat_template=chat_template)
         self._preparation = Preparation(self.renderer)
         self.tokenizer = inputs.processor.tokenizer
-        self._driver = RequestDriver(self.tokenizer, self._sender)
+        is_beside = inputs.processor.beside is not None
+        self._driver = RequestDriver(self.tokenizer, self._sender, is_beside=is_beside)
         self._client: CoreClient | None = None
         self._readers: dict[str, _Reader] = {}  # request id -> its caller
         self._num_preparing = 0

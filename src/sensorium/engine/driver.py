@@ -104,11 +104,12 @@ class RequestDriver:
     """The state of all requests of one frontend, from their start to their end. Not thread-safe.
 
     The driver does no I/O. Its methods return what the engine has to send to the core, to abort
-    there, and to return to callers.
+    there, and to return to callers. `is_beside` is true for models that attend to media beside
+    their prompt.
     """
 
-    def __init__(self, tokenizer: Any, sender: SenderCache) -> None:
-        self.outputs = OutputProcessor(tokenizer)
+    def __init__(self, tokenizer: Any, sender: SenderCache, *, is_beside: bool = False) -> None:
+        self.outputs = OutputProcessor(tokenizer, is_beside=is_beside)
         # Not `self.release`: that would make a reference cycle, and only the garbage collector
         # would free the sender's memory.
         self.parallel_sampling = ParallelSampling(partial(_release, sender))

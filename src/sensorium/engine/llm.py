@@ -91,7 +91,11 @@ class LLM:
         self._speech = read_speech_model(frontend)
         self._num_threads = media.mm_processor_pool_size
         self._ids = count()
-        self._driver = RequestDriver(frontend.processor.tokenizer, self.perception.caches.sender)
+        self._driver = RequestDriver(
+            frontend.processor.tokenizer,
+            self.perception.caches.sender,
+            is_beside=frontend.processor.beside is not None,
+        )
 
     def close(self) -> None:
         """End the processes and threads that process media. Nothing can be generated afterwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sensorium.types.errors import RequestError
@@ -63,6 +64,8 @@ class RequestOutput:
     num_cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
     num_encoder_hits: int = 0  # items with an encoder output that was in the cache
     encoder_hits: tuple[int, ...] = ()  # the indices of these items
+    # modality -> positions of the prompt that take embeddings of its media
+    mm_tokens: Mapping[str, int] = field(default_factory=dict)
     mm_items: tuple[MediaItemReport, ...] = ()
     speech: SpeechFindings | None = None  # if the request is part of a transcript
     times: CoreTimes | None = None  # of the first completion

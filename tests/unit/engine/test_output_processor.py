@@ -9,6 +9,7 @@ import pytest
 
 from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.types.errors import ErrorRecord
+from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.request import (
     EngineCoreOutput,
@@ -75,6 +76,33 @@ def test_an_output_carries_the_request_and_its_counts() -> None:
     assert output.outputs[0].text == "ab"
     assert output.outputs[0].token_ids == (97, 98)
     assert output.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def _count_mm_tokens(*places: tuple[str, PlaceholderRange], is_beside: bool) -> dict[str, int]:
+    processor = OutputProcessor(LetterTokenizer(), is_beside=is_beside)
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=(62,) * 20,
+        sampling_params=SamplingParams(max_tokens=1),
+        mm_features=tuple(
+            MultiModalFeatureSpec(modality=modality, mm_hash="h", mm_position=position)
+            for modality, position in places
+        ),
+    )
+    processor.add_request(request, None)
+    return dict(run(processor, [news("a", FinishReason.LENGTH)]).mm_tokens)
+
+
+def test_tokens_of_media_are_the_positions_that_take_embeddings() -> None:
+    first = PlaceholderRange(1, 4)
+    second = PlaceholderRange(6, 5, is_embed=(False, True, True, True, False))
+    places = (("image", first), ("image", second), ("audio", PlaceholderRange(12, 2)))
+    assert _count_mm_tokens(*places, is_beside=False) == {"image": 7, "audio": 2}
+    assert _count_mm_tokens(is_beside=False) == {}
+
+
+def test_a_sound_beside_the_prompt_takes_none_of_its_tokens() -> None:
+    assert _count_mm_tokens(("audio", PlaceholderRange(0, 9)), is_beside=True) == {}
 
 
 def test_a_request_that_goes_on_gives_nothing_yet() -> None:

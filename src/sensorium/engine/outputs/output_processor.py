@@ -49,11 +49,13 @@ class OutputProcessor:
     """A collector of the core's outputs that turns token ids into text and results for callers.
 
     A request has the id that its engine gave it. Each of its completions has its own id in the
-    core.
+    core. `is_beside` is true for models that attend to media beside their prompt: it takes no
+    positions of the prompt.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, is_beside: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._is_beside = is_beside
         self._get_text = make_token_text(tokenizer)
         self._states: dict[str, _RequestState] = {}  # request id -> state, until the request ends
         self._owners: dict[str, _RequestState] = {}  # id in the core -> state, until that ends
@@ -211,6 +213,7 @@ class OutputProcessor:
         completions = tuple(state.completions.values())
         # The counts are those of the first completion, because the others use what it has computed.
         first = completions[0].last or EngineCoreOutput(request_id="")
+        features = state.request.mm_features
         stages = dict(state.stages)
         if state.sent is not None and first.times is not None:
             stages["transfer"] = max(0.0, first.times.arrived - state.sent)
@@ -225,7 +228,8 @@ class OutputProcessor:
             num_encoder_hits=first.num_encoder_hits,
             encoder_hits=first.encoder_hits,
             speech=state.speech,
-            mm_items=place_reports(state.mm_items, state.request.mm_features),
+            mm_tokens={} if self._is_beside else count_mm_tokens(features),
+            mm_items=place_reports(state.mm_items, features),
             times=first.times,
             stages=stages,
             error=error,
@@ -262,6 +266,14 @@ def _make_error(last: EngineCoreOutput) -> RequestError | None:
         else last.error.make_error()
     )
     return error if isinstance(error, RequestError) else RequestError(str(error))
+
+
+def count_mm_tokens(features: Iterable[MultiModalFeatureSpec]) -> dict[str, int]:
+    """Return how many positions of a prompt take embeddings: modality -> number of positions."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for feature in features:
+        counts[feature.modality] += feature.mm_position.get_num_embeds()
+    return dict(counts)
 
 
 def place_reports(

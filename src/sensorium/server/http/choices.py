@@ -1,4 +1,4 @@
-"""Builds the choices and the token counts of responses in OpenAI's form.
+"""Builds the choices of responses in OpenAI's form.
 
 Choices are made from a `Piece`: a whole completion, or the new part of one in a stream. It comes
 from the engine, or from token ids that another server has generated
@@ -20,13 +20,11 @@ from sensorium.server.http.protocol.answers import (
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
-    PromptTokensDetails,
     TokenIds,
     TokenLogprob,
     TopLogprob,
-    Usage,
 )
-from sensorium.types.outputs import CompletionDelta, CompletionOutput, Logprob, RequestOutput
+from sensorium.types.outputs import CompletionDelta, CompletionOutput, Logprob
 
 _LEAST = -9999.0  # in place of minus infinity, which JSON can't write
 
@@ -196,32 +194,3 @@ def _clamp(entry: Logprob) -> float:
 
 def _as_bytes(entry: Logprob) -> list[int]:
     return list(entry.decoded_token.encode("utf-8", "replace"))
-
-
-def make_usage(outputs: Sequence[RequestOutput]) -> Usage:
-    """Return the token counts of a response, summed over the prompts of the client's request.
-
-    The tokens of a prompt count once, even if it has several completions.
-    """
-    return count_usage(
-        sum(len(output.prompt_token_ids) for output in outputs),
-        sum(len(entry.token_ids) for output in outputs for entry in output.outputs),
-        num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
-    )
-
-
-def count_usage(
-    num_prompt_tokens: int, num_completion_tokens: int, *, num_cached_tokens: int | None = None
-) -> Usage:
-    """Return the token counts of a response in OpenAI's form.
-
-    `num_cached_tokens` is how many tokens of the prompts came from the prefix cache. It is `None`
-    where it is not known, as before the end of a request.
-    """
-    details = None if num_cached_tokens is None else PromptTokensDetails(num_cached_tokens)
-    return Usage(
-        prompt_tokens=num_prompt_tokens,
-        completion_tokens=num_completion_tokens,
-        total_tokens=num_prompt_tokens + num_completion_tokens,
-        prompt_tokens_details=details,
-    )

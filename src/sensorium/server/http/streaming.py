@@ -19,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from sensorium.server.http.bodies.reading import make_response
 from sensorium.server.http.calls import Call
-from sensorium.server.http.choices import count_usage, make_usage
 from sensorium.server.http.connections import run_until_disconnect
 from sensorium.server.http.errors import FailureLog
 from sensorium.server.http.protocol.answers import Envelope, Usage
 from sensorium.server.http.protocol.requests import StreamOptions
+from sensorium.server.http.usage import count_usage, make_usage
 from sensorium.types.outputs import RequestDelta, RequestOutput
 
 DONE = b"data: [DONE]\n\n"

@@ -94,6 +94,9 @@ def test_running_usage_grows_with_the_tokens(server: RunningServer) -> None:
     usages = [json.loads(event)["usage"] for event in events]
     assert [usage["completion_tokens"] for usage in usages] == [1, 1, 2, 3, 3]
     assert {usage["prompt_tokens"] for usage in usages} == {3}
+    details = [usage["prompt_tokens_details"] for usage in usages]
+    media = {"image_tokens": 0, "audio_tokens": 0, "video_tokens": 0}
+    assert details == [None] * 4 + [{"cached_tokens": 2, **media}]
 
 
 def test_the_first_chunk_of_each_choice_has_its_role(server: RunningServer) -> None:

@@ -26,12 +26,13 @@ from sensorium.server.http.calls import (
     get_prompt_fields,
     start_call,
 )
-from sensorium.server.http.choices import Piece, make_piece, make_prompt_logprobs, make_usage
+from sensorium.server.http.choices import Piece, make_piece, make_prompt_logprobs
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import find_constraint_path, make_chat_params
 from sensorium.server.http.protocol import answers as wire
 from sensorium.server.http.protocol.requests import ChatCompletionRequest
 from sensorium.server.http.streaming import answer_call
+from sensorium.server.http.usage import make_usage
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.sampling import SamplingParams
 

@@ -25,13 +25,13 @@ from sensorium.server.http.choices import (
     make_logprobs,
     make_piece,
     make_prompt_logprobs,
-    make_usage,
 )
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import find_constraint_path, make_completion_params
 from sensorium.server.http.protocol.answers import Completion, CompletionChoice, CompletionLogprobs
 from sensorium.server.http.protocol.requests import CompletionRequest, TokenId
 from sensorium.server.http.streaming import answer_call
+from sensorium.server.http.usage import make_usage
 from sensorium.types.checking import check
 from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput

@@ -53,8 +53,20 @@ class PromptLogprob(Struct, frozen=True):
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
-class PromptTokensDetails(Struct, frozen=True):
-    cached_tokens: int
+class PromptTokensDetails(Struct, frozen=True, kw_only=True):
+    """What the tokens of the prompt are.
+
+    The tokens of a modality are the positions of the prompt that take embeddings of its media; the
+    tokens around them, such as those that mark where an image begins, are text. A sound that a
+    speech model attends to beside its prompt takes no positions. A modality without media has 0.
+    `cached_tokens` may be of any kind. Derendered answers have the counts that were sent with the
+    generated tokens.
+    """
+
+    cached_tokens: int | UnsetType = UNSET  # those that came from the prefix cache
+    image_tokens: int | UnsetType = UNSET
+    audio_tokens: int | UnsetType = UNSET
+    video_tokens: int | UnsetType = UNSET
 
 
 class Usage(Struct, frozen=True, kw_only=True):

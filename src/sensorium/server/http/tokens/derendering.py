@@ -28,7 +28,6 @@ from sensorium.server.http.calls import Context, read_call
 from sensorium.server.http.choices import (
     Piece,
     count_characters,
-    count_usage,
     make_completion_choice,
 )
 from sensorium.server.http.connections import run_in_thread
@@ -46,6 +45,7 @@ from sensorium.server.http.protocol.tokens import (
     WireGenerateChoice,
     WireGenerateResponse,
 )
+from sensorium.server.http.usage import count_usage, sum_details
 from sensorium.types.checking import check
 from sensorium.types.errors import RequestError, at, map_at
 from sensorium.types.sampling import SamplingParams
@@ -478,19 +478,10 @@ def _make_usage(
 ) -> wire.Usage:
     """Return the token counts of a response in OpenAI's form.
 
-    They include the number of cached tokens only if all of `responses` have it.
+    Of the details of the prompt's tokens they have those that all of `responses` have.
     """
-    cached = [_get_num_cached(response) for response in responses]
-    known = [count for count in cached if count is not None]
-    num_cached = sum(known) if len(known) == len(cached) else None
-    return count_usage(num_prompt_tokens, num_completion_tokens, num_cached_tokens=num_cached)
-
-
-def _get_num_cached(response: WireGenerateResponse) -> int | None:
-    usage = response.usage
-    details = None if usage is None else usage.prompt_tokens_details
-    count = None if details is None else details.get("cached_tokens")
-    return count if type(count) is int and 0 <= count < 2**53 else None
+    details = sum_details([response.usage for response in responses])
+    return count_usage(num_prompt_tokens, num_completion_tokens, details=details)
 
 
 def _check_length(entries: Sequence[_Entry], length: int, name: str) -> Sequence[_Entry]:

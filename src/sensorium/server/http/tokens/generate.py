@@ -13,13 +13,14 @@ from starlette.responses import Response
 
 from sensorium.server.http.bodies.reading import wants_msgpack
 from sensorium.server.http.calls import Call, Context, Work, start_call
-from sensorium.server.http.choices import make_piece, make_prompt_logprobs, make_usage
+from sensorium.server.http.choices import make_piece, make_prompt_logprobs
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.protocol.answers import GenerateChoice, GenerateResponse
 from sensorium.server.http.protocol.requests import SAMPLING_FIELDS
 from sensorium.server.http.protocol.tokens import GenerateRequest, WireMediaPart
 from sensorium.server.http.streaming import answer_call
 from sensorium.server.http.tokens.features import read_features
+from sensorium.server.http.usage import make_usage
 from sensorium.types.errors import FieldPath, at
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.request import Prompt, RenderedPrompt, TextPrompt
