@@ -1,0 +1,60 @@
+"""Speech models on the device: tokens as in Transformers, transcripts as on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sensorium import LLM
+from sensorium.speech.whisper_tokens import WhisperSettings
+from tests.parity.cases import make_audio
+from tests.parity.speaking import SpeechReference, get_wrong, make_engine, run
+from tests.support.engine import assert_nothing_is_left, make_llm
+
+from .setting import get_device, get_directory, use_exact_float32
+
+SPEECH_SETTINGS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "budget 7": {"max_num_batched_tokens": 7},
+    "eager": {"enforce_eager": True},
+}
+_GREEDY = WhisperSettings(
+    temperatures=(0.0,),
+    max_compression_ratio=None,
+    min_avg_logprob=None,
+    max_no_speech_prob=None,
+)
+
+
+def check_speech_tokens(family: str, setting: str) -> str:
+    use_exact_float32()
+    directory, device = get_directory(family), get_device()
+    reference = SpeechReference(family, directory, device)
+    llm = make_engine(directory, device=device, **SPEECH_SETTINGS[setting])
+    for state in ("cold", "cached"):
+        wrong = get_wrong(run(llm, reference.spoken), reference.spoken)
+        assert not wrong, f"{state}: sounds {wrong}"
+    assert_nothing_is_left(llm)
+    return f"{len(reference.spoken)} sounds; graphs: {llm.config.graphs}"
+
+
+def check_transcripts() -> str:
+    """Compare texts and times of words with those that the CPU computes."""
+    use_exact_float32()
+    sounds = [(make_audio(seconds, seed=index), 16_000) for index, seconds in enumerate((3.0, 7.5))]
+    directory = get_directory("whisper")
+    ours, theirs = (_transcribe(directory, device, sounds) for device in (get_device(), "cpu"))
+    assert [each.text for each in ours] == [each.text for each in theirs]
+    words = [
+        [word for transcript in transcripts for each in transcript.segments for word in each.words]
+        for transcripts in (ours, theirs)
+    ]
+    assert words[0] == words[1]
+    return f"{len(words[0])} words"
+
+
+def _transcribe(directory: str, device: str, sounds: Any) -> Any:
+    llm: LLM = make_llm(directory, max_model_len=None, device=device)
+    assert llm._speech is not None
+    llm._speech = replace(llm._speech, settings=_GREEDY)
+    return llm.transcribe(sounds, use_tqdm=False, language="de", needs_words=True)
