@@ -54,6 +54,7 @@ def test_it_is_ready_without_weights_and_says_what_it_is(server: ServerProcess) 
     assert (model["id"], model["max_model_len"]) == ("omni", 1234)
     assert model["modalities"] == ["text", "image", "video", "audio"]
     assert model["switched_off"] == {}
+    assert model["capabilities"] == []
 
 
 def test_every_frontend_has_warmed_up_and_counts_none_of_it(server: ServerProcess) -> None:

@@ -18,6 +18,7 @@ import uvicorn
 from sensorium.engine.inputs.renderer import Chat
 from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.app import make_app
+from sensorium.speech.transcript import SpeechUsage
 from sensorium.types.outputs import (
     CompletionDelta,
     CompletionOutput,
@@ -173,6 +174,13 @@ class CountingClock:
         self._is_ended = True
         self._metrics.finished.append(output)
 
+    def on_segment(self) -> None:
+        self._metrics.num_segments += 1
+
+    def on_transcript(self, usage: SpeechUsage) -> None:
+        self._is_ended = True
+        self._metrics.transcripts.append(usage)
+
     def on_end(self, reason: FinishReason) -> None:
         if not self._is_ended:
             self._metrics.ends[str(reason)] += 1
@@ -194,6 +202,8 @@ class CountingMetrics:
         self.ends: Counter[str] = Counter()
         self.responses: Counter[tuple[str, str, int]] = Counter()
         self.finished: list[RequestOutput] = []
+        self.num_segments = 0
+        self.transcripts: list[SpeechUsage] = []
         self.load = 0
         self.num_lags = 0
 

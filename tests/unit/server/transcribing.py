@@ -40,7 +40,6 @@ class ScriptedTranscriber:
     transcript comes.
     """
 
-    can_transcribe: bool = True
     can_translate: bool = True
     has_segments: bool = True
     has_words: bool = True

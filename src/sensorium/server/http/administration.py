@@ -75,6 +75,7 @@ def _make_card(context: Context, name: str) -> ModelCard:
         root=context.options.model_names[0],
         max_model_len=None if info is None else info.max_model_len,
         modalities=["text", *context.engine.modalities],
+        capabilities=context.capabilities,
         switched_off=context.engine.switched_off,
     )
 

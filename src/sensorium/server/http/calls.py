@@ -114,6 +114,16 @@ class Context:
     transcriber: Transcriber | None = None  # `None`: the model does not transcribe
     has_chat: bool = True  # false: the model does nothing but transcribe
 
+    @property
+    def capabilities(self) -> list[str]:
+        """Return what the server does with its model, in the words of `/v1/models`."""
+        found = ["chat", "completions"]
+        if not self.has_chat or self.options.is_render_only:
+            found = []
+        if self.transcriber is not None:
+            found += ["transcription", *(["translation"] * self.transcriber.can_translate)]
+        return found
+
 
 Handler = Callable[[Request, Context], Awaitable[Response]]
 
@@ -279,7 +289,7 @@ class Call(Generic[_Generating]):
                     self.outputs[index] = delta.final
                 yield index, delta
         except Exception as error:
-            end = None if _is_refused(error) else FinishReason.ERROR
+            end = None if is_refused(error) else FinishReason.ERROR
             raise
         finally:
             if end is not None:
@@ -318,7 +328,7 @@ class Call(Generic[_Generating]):
                 await queue.put(error)
 
 
-def _is_refused(error: Exception) -> bool:
+def is_refused(error: Exception) -> bool:
     """Return whether an error means that the engine has refused a request.
 
     It is false if the engine accepted the request and failed later.

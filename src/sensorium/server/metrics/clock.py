@@ -4,6 +4,8 @@ A request for several completions is one request. Its latencies are counted once
 the first completion in the core; its completions are counted one by one, each with its reason. Only
 requests that were answered have latencies: those with completions that all ended by themselves.
 
+A transcript is one request too, however many windows of its sound the engine was asked for.
+
 The trace is an object in the answer, on demand: its times, and the caches that served it.
 """
 
@@ -18,6 +20,7 @@ from sensorium.server.metrics.metric_set import STAGES, MetricSet
 from sensorium.types.request import FinishReason
 
 if TYPE_CHECKING:
+    from sensorium.speech.transcript import SpeechUsage
     from sensorium.types.outputs import MediaItemReport, RequestOutput
     from sensorium.types.request import CoreTimes
     from sensorium.types.sampling import SamplingParams
@@ -98,8 +101,32 @@ class RequestClock:
         if all(completion.finish_reason in _ANSWERED for completion in output.outputs):
             self._observe_answer(output)
             for stages in _list_stages(output, self):
-                for stage, seconds in stages.items():
-                    self._metrics.histogram("sensorium:stage_seconds", stage).observe(seconds)
+                self._observe_stages(stages)
+
+    def on_segment(self) -> None:
+        """Measure when the first segment of a transcript came: the first text that can be sent."""
+        if self._first_token is None:
+            self._first_token = self._clock()
+            first_s = self._first_token - self._arrived
+            self._observe("vllm:time_to_first_token_seconds", first_s)
+
+    def on_transcript(self, usage: SpeechUsage) -> None:
+        """Count the end of a transcript, unless it has already ended: one completion that stopped.
+
+        Its tokens are those of all its windows. Times in the core are those of single windows, so
+        they are not measured.
+        """
+        if self._end():
+            return
+        self._count_tokens(0, usage.num_output_tokens)
+        self._count_end(FinishReason.STOP)
+        self._observe("vllm:e2e_request_latency_seconds", self.elapsed_s)
+        num_input_tokens = usage.num_text_tokens + usage.num_audio_tokens
+        self._observe("vllm:request_prompt_tokens", num_input_tokens)
+        self._observe("vllm:request_generation_tokens", usage.num_output_tokens)
+        self._observe("vllm:request_max_num_generation_tokens", usage.num_output_tokens)
+        self._observe("vllm:request_params_n", 1)
+        self._observe_stages(self.stages)
 
     def on_end(self, reason: FinishReason) -> None:
         """Count an end of the request without an output, unless it has already ended.
@@ -160,6 +187,10 @@ class RequestClock:
 
     def _count_end(self, reason: FinishReason) -> None:
         self._metrics.counter("vllm:request_success_total", str(reason)).inc()
+
+    def _observe_stages(self, stages: Mapping[str, float]) -> None:
+        for stage, seconds in stages.items():
+            self._metrics.histogram("sensorium:stage_seconds", stage).observe(seconds)
 
     def _observe(self, name: str, value: float) -> None:
         self._metrics.histogram(name).observe(value)

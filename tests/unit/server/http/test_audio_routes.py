@@ -314,8 +314,6 @@ def test_the_file_must_be_there_once_and_have_content(server: RunningServer) -> 
 @pytest.mark.parametrize(
     ("missing", "path", "fields", "param", "words"),
     [
-        ("can_transcribe", TRANSCRIPTIONS, {}, "model", "/v1/chat/completions"),
-        ("can_transcribe", TRANSLATIONS, {}, "model", "/v1/chat/completions"),
         ("can_translate", TRANSLATIONS, {}, "model", "/v1/audio/transcriptions"),
         ("has_segments", TRANSCRIPTIONS, {"response_format": "srt"}, "response_format", "json"),
         ("has_segments", TRANSLATIONS, {"response_format": "vtt"}, "response_format", "json"),
@@ -346,7 +344,8 @@ def test_what_the_model_can_not_do_is_refused(
 
 def test_a_model_that_can_not_transcribe_names_the_right_route() -> None:
     with serve() as running:
-        check_refused(post(running), "model", "Use /v1/chat/completions")
+        for path in (TRANSCRIPTIONS, TRANSLATIONS):
+            check_refused(post(running, path), "model", "Use /v1/chat/completions")
     with serve(ScriptedEngine(modalities=("audio",))) as running:
         check_refused(post(running), "model", "`input_audio` in messages to /v1/chat/completions")
 
@@ -358,6 +357,23 @@ def test_a_model_that_only_transcribes_names_the_right_route() -> None:
         assert post(running).status_code == 200
     with serve(has_chat=False) as running:
         assert "/v1/chat" not in post(running).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("can_translate", "has_chat", "capabilities"),
+    [
+        (True, False, ["transcription", "translation"]),
+        (False, False, ["transcription"]),
+        (False, True, ["chat", "completions", "transcription"]),
+    ],
+)
+def test_the_model_card_says_what_the_model_can_do(
+    can_translate: bool, has_chat: bool, capabilities: list[str]
+) -> None:
+    scripted = ScriptedTranscriber(can_translate=can_translate)
+    with serve(transcriber=scripted, has_chat=has_chat) as running:
+        (card, *_) = running.get("/v1/models").json()["data"]
+    assert card["capabilities"] == capabilities
 
 
 @pytest.mark.parametrize(
@@ -380,6 +396,7 @@ def test_an_error_before_the_first_text_has_its_status(
     scripted = ScriptedTranscriber(between=fail)
     with serve(transcriber=scripted) as running:
         response = post(running, stream=stream)
+        assert running.metrics.ends == ({"error": 1} if status == 500 else {})
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
     assert scripted.num_open == 0
 
@@ -419,6 +436,18 @@ def test_a_client_that_leaves_aborts_its_transcription(stream: str) -> None:
         wait_until(lambda: scripted.num_aborted == 1, "the transcription goes on")
         wait_until(lambda: running.metrics.load == 0, "the request is still counted")
         assert scripted.num_open == 0
+        assert running.metrics.ends == {"abort": 1}
+        assert running.metrics.transcripts == []
+
+
+def test_a_transcript_is_counted_once() -> None:
+    with serve(transcriber=ScriptedTranscriber()) as running:
+        for stream in ("true", "false"):
+            post(running, stream=stream)
+        usages = running.metrics.transcripts
+        assert [usage.num_output_tokens for usage in usages] == [9, 9]
+        assert running.metrics.num_segments == 8  # the transcript is the last part of each
+        assert (running.metrics.ends, running.metrics.stages) == ({}, {"parse": 2})
 
 
 def test_responses_are_counted_by_their_route() -> None:

@@ -7,6 +7,7 @@ import pytest
 from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.metric_set import MetricSet
 from sensorium.server.metrics.shared_files import Values
+from sensorium.speech.transcript import SpeechUsage
 from sensorium.types.outputs import MediaItemReport
 from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
@@ -137,6 +138,27 @@ def test_a_client_that_left_is_an_abort_of_all_its_completions(
     assert values.get("vllm:request_success_total", finished_reason="abort") == 3
     assert values.get("vllm:generation_tokens_total") == 2
     assert values.get("vllm:e2e_request_latency_seconds_count") == 0
+
+
+def test_a_transcript_is_one_request_with_the_tokens_of_all_its_windows(
+    metrics: MetricSet, time: Time
+) -> None:
+    clock = make_clock(metrics, time)
+    clock.mark("parse")
+    for time.now in (ARRIVED + 2.0, ARRIVED + 5.0):
+        clock.on_segment()
+    clock.on_transcript(SpeechUsage(num_text_tokens=4, num_audio_tokens=150, num_output_tokens=9))
+    clock.on_end(FinishReason.ABORT)  # the generator is closed after its last part
+    values = read(metrics)
+    assert values.get("vllm:request_success_total", finished_reason="stop") == 1
+    assert values.get("vllm:request_success_total", finished_reason="abort") == 0
+    assert values.get("vllm:generation_tokens_total") == 9
+    assert get_sum(metrics, "vllm:time_to_first_token_seconds") == (1, 2.0)
+    assert get_sum(metrics, "vllm:e2e_request_latency_seconds") == (1, 5.0)
+    assert get_sum(metrics, "vllm:request_prompt_tokens") == (1, 154)
+    assert get_sum(metrics, "vllm:request_generation_tokens") == (1, 9)
+    assert get_sum(metrics, "sensorium:stage_seconds", stage="parse") == (1, 0.0)
+    assert get_sum(metrics, "vllm:request_decode_time_seconds") == (0, 0)
 
 
 def test_a_failure_is_counted_and_measures_nothing(metrics: MetricSet, time: Time) -> None:

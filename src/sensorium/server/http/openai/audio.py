@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from sensorium.server.http.bodies.reading import make_response, read_request
 from sensorium.server.http.bodies.uploads import FormFields, read_form
-from sensorium.server.http.calls import Context, Transcriber, check_model
+from sensorium.server.http.calls import Context, Transcriber, check_model, is_refused
 from sensorium.server.http.connections import run_until_disconnect
 from sensorium.server.http.errors import ApiError, WirePaths
 from sensorium.server.http.openai.params import make_unsupported
@@ -33,6 +33,7 @@ from sensorium.server.http.protocol.speech import (
     read_form_fields,
 )
 from sensorium.server.http.streaming import EventStream, make_event
+from sensorium.server.metrics.clock import RequestClock
 from sensorium.speech.formats import (
     SPEECH_FORMATS,
     SpeechFormat,
@@ -48,6 +49,7 @@ from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, Task, Transcript
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.options import join_words
+from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,11 @@ async def _answer(
         http_request.state.warning = warning
         logger.warning("request %s: %s", http_request.state.request_id, warning)
     http_request.state.paths = _PATHS
-    run = _Run(transcriber=transcriber, work=work, media=media)
+    clock = context.metrics.start_request(
+        arrived=http_request.state.arrived, params=work.options.sampling
+    )
+    clock.mark("parse")
+    run = _Run(transcriber=transcriber, work=work, media=media, clock=clock)
     if work.is_stream:
         return EventStream(run.stream(), context.failures)
     transcript = await run_until_disconnect(http_request.receive, run.finish())
@@ -210,18 +216,19 @@ def _read_include(request: TranscriptionRequest, form: SpeechFormat) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """The work of a transcriber for one client's request."""
+    """The work of a transcriber for one client's request, which a clock measures."""
 
     transcriber: Transcriber
     work: _Work
     media: bytes
+    clock: RequestClock
     # The text of all deltas of the stream, and white space that is sent before more text only.
     sent: str = field(default="", init=False)
     held: str = field(default="", init=False)
 
     async def finish(self) -> Transcript:
         """Run to the end, and return the whole transcript."""
-        async with aclosing(self._start()) as parts:
+        async with aclosing(self._run()) as parts:
             async for part in parts:
                 if isinstance(part, Transcript):
                     return part
@@ -232,13 +239,30 @@ class _Run:
 
         The texts of all deltas are the whole text together. What no segment had is a delta too.
         """
-        async with aclosing(self._start()) as parts:
+        async with aclosing(self._run()) as parts:
             async for part in parts:
                 for event in self._make_events(part):
                     yield make_event(event)
                 if isinstance(part, Transcript):
                     return
         raise InvariantError("a transcription ended without its transcript")
+
+    async def _run(self) -> AsyncGenerator[Segment | Transcript, None]:
+        """Yield the parts of the transcript, and count how it ends."""
+        end: FinishReason | None = FinishReason.ABORT  # the reason if the loop is left early
+        try:
+            async with aclosing(self._start()) as parts:
+                async for part in parts:
+                    self.clock.on_segment()
+                    if isinstance(part, Transcript):
+                        self.clock.on_transcript(part.usage)
+                    yield part
+        except Exception as error:
+            end = None if is_refused(error) else FinishReason.ERROR
+            raise
+        finally:
+            if end is not None:
+                self.clock.on_end(end)
 
     def _start(self) -> AsyncGenerator[Segment | Transcript, None]:
         return self.transcriber.transcribe(

@@ -240,6 +240,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     parent: None = None
     max_model_len: int | None = None
     modalities: list[str]  # that a prompt may have: "text", and kinds of media
+    # What the server does with this model: "chat", "completions", "transcription", "translation".
+    capabilities: list[str]
     switched_off: dict[str, str] = {}  # kind of media -> the reason why it can't be used
 
 
