@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from sensorium import LLM
+from sensorium.engine.speech.models import WhisperModel
 from sensorium.speech.whisper_tokens import WhisperSettings
 from tests.parity.cases import make_audio
 from tests.parity.speaking import SpeechReference, get_wrong, make_engine, run
@@ -55,6 +56,6 @@ def check_transcripts() -> str:
 
 def _transcribe(directory: str, device: str, sounds: Any) -> Any:
     llm: LLM = make_llm(directory, max_model_len=None, device=device)
-    assert llm._speech is not None
+    assert isinstance(llm._speech, WhisperModel)
     llm._speech = replace(llm._speech, settings=_GREEDY)
     return llm.transcribe(sounds, use_tqdm=False, language="de", needs_words=True)

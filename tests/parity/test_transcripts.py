@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from sensorium import LLM
-from sensorium.engine.speech.models import SpeechModel
+from sensorium.engine.speech.models import WhisperModel
 from sensorium.speech.transcript import Transcript
 from sensorium.speech.whisper_tokens import WhisperSettings
 from tests.parity.cases import Audio, make_audio
@@ -82,7 +82,7 @@ class Whisper:
         self, sounds: list[Audio], settings: WhisperSettings, **options: Any
     ) -> list[Transcript]:
         speech = self.llm._speech
-        assert isinstance(speech, SpeechModel)
+        assert isinstance(speech, WhisperModel)
         self.llm._speech = replace(speech, settings=settings)
         entries = [(sound, RATE) for sound in sounds]
         return self.llm.transcribe(entries, use_tqdm=False, **options)

@@ -23,7 +23,7 @@ from sensorium.models.probes import KVProbe
 from sensorium.models.seams.paged_attention import AttentionCall, attending
 from sensorium.types.errors import ModelError
 
-_WINDOW_S = 30
+WINDOW_S = 30
 _SAMPLING_RATE = 16_000
 _NUM_PROBE_POSITIONS = 3  # another number than the tokens of the probes
 
@@ -42,7 +42,7 @@ def get_max_positions(model_class: Any, config: PretrainedConfig) -> int:
     A model without a limit in its config takes samples, and gets windows of 30 seconds.
     """
     most: int | None = getattr(config, "max_source_positions", None)
-    return most or count_positions(model_class, _WINDOW_S * _SAMPLING_RATE)
+    return most or count_positions(model_class, WINDOW_S * _SAMPLING_RATE)
 
 
 class EncoderDecoderAdapter(ModelAdapter):

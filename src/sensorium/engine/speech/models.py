@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from sensorium.engine.build.frontend import Frontend
 from sensorium.engine.speech.sounds import Sound
 from sensorium.models.checkpoint import read_json
+from sensorium.models.encoder_decoder import WINDOW_S
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.speech.options import SpeechOptions
+from sensorium.speech.pieces import transcribe_pieces
 from sensorium.speech.whisper import transcribe_whisper
 from sensorium.speech.whisper_tokens import (
     WhisperSettings,
@@ -20,6 +22,7 @@ from sensorium.speech.whisper_tokens import (
     read_whisper_tokens,
 )
 from sensorium.speech.windows import Transcription
+from sensorium.types.errors import RequestError
 
 
 class TextTokens:
@@ -62,27 +65,45 @@ def _make_byte_table() -> dict[str, int]:
     return table | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeechModel:
-    """A Whisper: its processor for sounds, its tokens and its settings."""
-
-    processor: SoundProcessor
-    tokenizer: TextTokens
-    tokens: WhisperTokens
-    settings: WhisperSettings
+class SpeechModel(Protocol):
+    """A model that transcribes: what it can do, and the rules by which it does so."""
 
     @property
-    def can_translate(self) -> bool:
-        return "translate" in self.tokens.task_ids
+    def processor(self) -> SoundProcessor: ...
 
-    has_segments = True
-    has_words = True
+    @property
+    def can_translate(self) -> bool: ...
+
+    @property
+    def has_segments(self) -> bool: ...
+
+    @property
+    def has_words(self) -> bool: ...
 
     def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
         """Return the rules of one transcript, as a generator.
 
         Raise a `RequestError` if the model can't do what the options ask for.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhisperModel:
+    """A Whisper: its processor for sounds, its tokens and its settings."""
+
+    processor: SoundProcessor
+    tokenizer: TextTokens
+    tokens: WhisperTokens
+    settings: WhisperSettings
+    has_segments: bool = True
+    has_words: bool = True
+
+    @property
+    def can_translate(self) -> bool:
+        return "translate" in self.tokens.task_ids
+
+    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
         return transcribe_whisper(
             self.tokens,
             self.tokenizer,
@@ -93,18 +114,56 @@ class SpeechModel:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceModel:
+    """A model that writes down one short sound at a time, such as Moonshine.
+
+    Its segments are the pieces that a long sound is cut into, so their times are coarse.
+    """
+
+    processor: SoundProcessor
+    tokenizer: TextTokens
+    end_ids: frozenset[int]
+    max_positions: int  # of the decoder
+    can_translate: bool = False
+    has_segments: bool = True
+    has_words: bool = False
+
+    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+        if options.prompt:
+            raise RequestError("this model takes no prompt: leave it out", path=("prompt",))
+        return transcribe_pieces(
+            sound.get_samples(),
+            self.processor.sampling_rate,
+            max_s=WINDOW_S,
+            prompt_token_ids=self.processor.start_token_ids,
+            end_ids=self.end_ids,
+            max_positions=self.max_positions,
+            tokenizer=self.tokenizer,
+            options=options,
+        )
+
+
 def read_speech_model(frontend: Frontend) -> SpeechModel | None:
     """Return what a model can transcribe, or `None` if it is no speech model."""
     processor, config = frontend.processor, frontend.checkpoint.hf_config
-    if processor.beside is None or config.model_type != "whisper":
+    if processor.beside is None:
         return None
     generation: Mapping[str, Any] = read_json(
         frontend.checkpoint.directory / "generation_config.json"
     )
     tokenizer = TextTokens(processor.tokenizer)
-    return SpeechModel(
+    if config.model_type == "whisper":
+        return WhisperModel(
+            processor=processor.beside,
+            tokenizer=tokenizer,
+            tokens=read_whisper_tokens(generation, config.to_dict(), tokenizer),
+            settings=read_whisper_settings(generation),
+        )
+    end = generation.get("eos_token_id", config.eos_token_id)
+    return PieceModel(
         processor=processor.beside,
         tokenizer=tokenizer,
-        tokens=read_whisper_tokens(generation, config.to_dict(), tokenizer),
-        settings=read_whisper_settings(generation),
+        end_ids=frozenset(end if isinstance(end, list) else [end]),
+        max_positions=config.max_position_embeddings,
     )

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sensorium.multimodal.pipeline import PerceivedItem
@@ -56,6 +57,10 @@ class Sound:
         """The number of frames without the padding of a short sound."""
         num_frames = math.ceil(self._num_samples / self._processor.samples_per_frame)
         return min(num_frames, self._features.shape[-1])
+
+    def get_samples(self) -> npt.NDArray[np.float32]:
+        """Return the samples of a sound for a model that takes them as they are."""
+        return self._features[0].numpy()
 
     def make_prompt(self, request: WindowRequest) -> RenderedPrompt:
         """Return the prompt with which the engine decodes a window."""

@@ -1,0 +1,123 @@
+"""Transcribes long sounds in pieces, for models that write down one short sound at a time.
+
+A piece ends where the sound is quiet, so that no word is cut in two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sensorium.speech.options import SpeechOptions
+from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript
+from sensorium.speech.whisper_tokens import SpeechTokenizer
+from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
+from sensorium.types.errors import InvariantError
+
+Samples = npt.NDArray[np.float32]
+_QUIET_S = 0.2  # the length of the quiet place that is looked for
+_STEP_S = 0.02
+_SEARCHED = 1 / 3  # the last part of a piece, in which it may end
+_TOKENS_PER_S = 6.5  # more than anyone speaks; a text with more repeats itself
+_MIN_TOKENS = 8
+_POSITIONS_PER_S = 50  # that sounds are counted by, as those of Whisper
+
+
+def find_cuts(samples: Samples, rate: int, *, max_s: float) -> list[tuple[int, int]]:
+    """Return the pieces [start, end) of a sound, in samples, each of at most `max_s` seconds.
+
+    A piece of the greatest length ends in the middle of the quietest place of its last third.
+    """
+    most, pieces, start = int(max_s * rate), [], 0
+    while len(samples) - start > most:
+        first = start + int(most * (1 - _SEARCHED))
+        end = first + _find_quiet(samples[first : start + most], rate)
+        pieces.append((start, end))
+        start = end
+    return [*pieces, (start, len(samples))]
+
+
+def _find_quiet(samples: Samples, rate: int) -> int:
+    """Return the middle of the quietest place, by the energy of the samples."""
+    step, length = max(1, int(_STEP_S * rate)), int(_QUIET_S * rate)
+    energy = np.concatenate([[0.0], np.cumsum(samples.astype(np.float64) ** 2)])
+    starts = np.arange(0, max(1, len(samples) - length), step)
+    ends = np.minimum(starts + length, len(samples))
+    quietest = int(np.argmin(energy[ends] - energy[starts]))
+    return max(1, int(starts[quietest] + ends[quietest]) // 2)
+
+
+def transcribe_pieces(
+    samples: Samples,
+    rate: int,
+    *,
+    max_s: float,
+    prompt_token_ids: tuple[int, ...],
+    end_ids: Collection[int],
+    max_positions: int,
+    tokenizer: SpeechTokenizer,
+    options: SpeechOptions,
+) -> Transcription:
+    """Return a generator that asks for the pieces of a sound and returns its transcript.
+
+    The frames of its requests are samples. `max_positions` is the context of the decoder, and
+    `end_ids` are the tokens that end a text. Each piece is a segment.
+    """
+    segments: list[Segment] = []
+    num_output_tokens = 0
+    for start, end in find_cuts(samples, rate, max_s=max_s):
+        most = max(_MIN_TOKENS, math.ceil(_TOKENS_PER_S * (end - start) / rate))
+        result = yield WindowRequest(
+            first_frame=start,
+            num_frames=end - start,
+            prompt_token_ids=prompt_token_ids,
+            max_tokens=min(most, max_positions - len(prompt_token_ids)),
+            temperature=options.temperature or 0.0,
+        )
+        if result is None:
+            raise InvariantError("a piece of a sound was not answered")
+        num_output_tokens += len(result.token_ids)
+        kept = [i for i, token_id in enumerate(result.token_ids) if token_id not in end_ids]
+        text = tokenizer.decode([result.token_ids[i] for i in kept]).strip()
+        if not text:
+            continue
+        segment = Segment(
+            index=len(segments),
+            seek=100 * start // rate,
+            start=start / rate,
+            end=end / rate,
+            text=f" {text}" if segments else text,
+            token_ids=tuple(result.token_ids[i] for i in kept),
+            temperature=options.temperature or 0.0,
+            avg_logprob=sum(result.logprobs) / max(1, len(result.logprobs)),
+            scores=_make_scores(result, kept, tokenizer) if options.needs_logprobs else (),
+        )
+        segments.append(segment)
+        yield segment
+    return Transcript(
+        text="".join(segment.text for segment in segments),
+        task=options.task,
+        language=options.language,
+        duration_s=len(samples) / rate,
+        segments=tuple(segments),
+        usage=SpeechUsage(
+            num_audio_tokens=math.ceil(_POSITIONS_PER_S * len(samples) / rate),
+            num_output_tokens=num_output_tokens,
+        ),
+    )
+
+
+def _make_scores(
+    result: WindowResult, kept: Sequence[int], tokenizer: SpeechTokenizer
+) -> tuple[TokenScore, ...]:
+    return tuple(
+        TokenScore(
+            text=tokenizer.decode([result.token_ids[i]]),
+            utf8=tokenizer.get_bytes(result.token_ids[i]),
+            logprob=result.logprobs[i],
+        )
+        for i in kept
+    )
