@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 import pytest
 
-from tests.support.clients import MODEL, ask
+from tests.support.clients import MODEL, ask, make_wav
 from tests.support.server import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -19,11 +19,20 @@ def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:
         assert model.id == MODEL
         assert model.object == "model"
         assert client.models.retrieve(MODEL).id == MODEL
+        assert model.to_dict()["capabilities"] == ["chat", "completions"]
     missing = omni_server.get("/v1/models/another")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     body = {"model": "another", "messages": ask("Hello")}
     refused = omni_server.post("/v1/chat/completions", body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
+
+
+def test_a_model_that_answers_prompts_does_not_transcribe(omni_server: ServerProcess) -> None:
+    for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
+        response = omni_server.post(path, files={"file": ("sound.wav", make_wav())})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (400, "unsupported_route")
+        assert "`input_audio` in messages to /v1/chat/completions" in error["message"]
 
 
 def test_those_who_watch_are_answered(omni_server: ServerProcess) -> None:

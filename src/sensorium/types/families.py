@@ -147,6 +147,6 @@ FAMILIES: tuple[Family, ...] = (
         _AUDIO,
         own_code=("models",),
         special="a decoder that attends to the encoded sound",
-        limits="sounds of at most 30 seconds; does not chat",
+        limits="transcribes, long sounds in pieces of at most 30 seconds; does not chat",
     ),
 )
