@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from sensorium import LLM
+from sensorium import LLM, SamplingParams
 from sensorium.engine.speech.models import WhisperModel
 from sensorium.speech.transcript import Transcript
 from sensorium.speech.whisper_tokens import WhisperSettings
@@ -171,6 +171,25 @@ def test_an_english_model(tiny_model: TinyModel) -> None:
         whisper.generate(sound, PLAIN, **TIMES) for sound in sounds
     ]
     assert [transcript.language for transcript in transcripts] == ["en", "en"]
+
+
+@torch.inference_mode()
+def test_pieces_of_a_moonshine(tiny_model: TinyModel) -> None:
+    directory = tiny_model("moonshine")
+    sound = make_audio(40.0, seed=90)
+    (transcript,) = make_llm(directory, max_model_len=None).transcribe(
+        (sound, RATE), use_tqdm=False, sampling=SamplingParams(ignore_eos=True)
+    )
+    model = transformers.MoonshineForConditionalGeneration.from_pretrained(directory).eval()
+    model.generation_config.eos_token_id = None
+    assert len(transcript.segments) == 2
+    assert transcript.segments[0].end == transcript.segments[1].start
+    for segment in transcript.segments:
+        piece = sound[round(segment.start * RATE) : round(segment.end * RATE)]
+        expected = model.generate(
+            torch.from_numpy(piece)[None], max_new_tokens=len(segment.token_ids), do_sample=False
+        )
+        assert list(segment.token_ids) == expected[0, 1:].tolist()
 
 
 def test_the_same_sound_again_is_not_encoded_again(whisper: Whisper) -> None:
