@@ -58,7 +58,7 @@ def test_tokens_of_one_request_at_a_time(family: str, reference_of: ReferenceOf)
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.check("batched")
+@pytest.mark.check("budgets")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eight_requests_with_different_ends(
@@ -77,7 +77,7 @@ def test_eight_requests_with_different_ends(
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.check("encoder hits")
+@pytest.mark.check("encoder cache")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sound_that_was_encoded_before(family: str, reference_of: ReferenceOf) -> None:
     reference = reference_of(family)
@@ -90,7 +90,7 @@ def test_a_sound_that_was_encoded_before(family: str, reference_of: ReferenceOf)
     assert all(output.num_encoder_hits == 1 for output in outputs)
 
 
-@pytest.mark.check("preempted")
+@pytest.mark.check("preemption")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_that_are_preempted(family: str, reference_of: ReferenceOf) -> None:
     """The keys and values of a sound are computed again, and so are those of its tokens."""
