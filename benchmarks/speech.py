@@ -11,7 +11,7 @@ processors, which other programs on the machine disturb less.
 again: `LLM.transcribe` of a file for the first time and for the second, and how often a file is
 decoded, features are computed and the encoder is run in each.
 
-python benchmarks/speech.py [--model DIRECTORY] [--rounds N] [--record]
+python benchmarks/speech.py [--model DIRECTORY] [--rounds N] [--sizes N ...] [--threads N] [--record]
 
 The last line of the output is JSON.
 """
@@ -164,11 +164,17 @@ def summarize(times: dict[str, Times]) -> dict[str, Any]:
             figures[f"{name}_sound_s_per_s"] = round(1 / statistics.median(each.clock), 2)
     for name in ("batch", "singly"):
         for kind in ("clock", "processors"):
-            pairs = zip(getattr(times[name], kind), getattr(times["ours"], kind), strict=False)
-            if ratios := [other / ours for other, ours in pairs]:
+            if times[name].clock:
                 unit = "" if kind == "clock" else "_of_processor_time"
-                figures[f"ratio_to_{name}{unit}"] = round(statistics.median(ratios), 2)
+                figures[f"ratio_to_{name}{unit}"] = get_ratio(
+                    getattr(times[name], kind), getattr(times["ours"], kind)
+                )
     return figures
+
+
+def get_ratio(times: list[float], others: list[float]) -> float:
+    """Return the median ratio of neighbours in time."""
+    return round(statistics.median(a / b for a, b in zip(times, others, strict=True)), 2)
 
 
 @contextmanager
@@ -205,7 +211,7 @@ def measure_again(llm: LLM, num_rounds: int) -> dict[str, Any]:
     assert speech is not None
     settings = replace(speech.settings, temperatures=(0.0,), max_new_tokens=NUM_TOKENS)
     llm._speech = replace(speech, settings=settings)
-    first, second = [], []
+    first, second = Times(), Times()
     counts: dict[str, Counter[str]] = {"first": Counter(), "second": Counter()}
     # All tokens are decoded, also those behind the end of the text.
     sampling = SamplingParams(ignore_eos=True)
@@ -219,15 +225,17 @@ def measure_again(llm: LLM, num_rounds: int) -> dict[str, Any]:
             )
             for name, times in (("first", first), ("second", second)):
                 counter.clear()
-                start = perf_counter()
+                clock, processors = perf_counter(), process_time()
                 (found,) = llm.transcribe(file.getvalue(), use_tqdm=False, sampling=sampling)
-                times.append(perf_counter() - start)
+                times.clock.append(perf_counter() - clock)
+                times.processors.append(process_time() - processors)
                 counts[name] += counter
                 assert found.usage.num_output_tokens == NUM_TOKENS
     return {
-        "first_ms": round(1e3 * statistics.median(first), 1),
-        "second_ms": round(1e3 * statistics.median(second), 1),
-        "ratio": round(statistics.median(a / b for a, b in zip(first, second, strict=True)), 2),
+        "first_ms": round(1e3 * statistics.median(first.clock), 1),
+        "second_ms": round(1e3 * statistics.median(second.clock), 1),
+        "ratio": get_ratio(first.clock, second.clock),
+        "ratio_of_processor_time": get_ratio(first.processors, second.processors),
         "num_files": num_rounds,
         "calls": {
             name: {part: seen[part] for part in ("decoded", "features", "encoded")}
@@ -265,6 +273,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a Whisper (default: tiny.en, fetched)")
     parser.add_argument("--rounds", type=int, default=3, help="of each (default 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="clips at once")
+    parser.add_argument("--threads", type=int, help="of torch, for all (default: torch's own)")
     parser.add_argument(
         "--max-num-encoder-embeds", type=int, help="of a step of ours (default: the engine's)"
     )
@@ -272,6 +281,8 @@ def main() -> None:
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()  # it warns of each length that is given
     transformers.utils.logging.disable_progress_bar()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
     directory = arguments.model or fetch("whisper")
     figures = measure(
         directory,
