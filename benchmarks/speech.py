@@ -11,7 +11,7 @@ processors, which other programs on the machine disturb less.
 again: `LLM.transcribe` of a file for the first time and for the second, and how often a file is
 decoded, features are computed and the encoder is run in each.
 
-python benchmarks/speech.py [--model DIRECTORY] [--rounds N] [--sizes N ...] [--threads N] [--record]
+python benchmarks/speech.py [--model DIRECTORY] [--rounds N] [--threads N] [--record]
 
 The last line of the output is JSON.
 """
