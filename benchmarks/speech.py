@@ -35,7 +35,7 @@ from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
-import soundfile
+import soundfile  # type: ignore[import-untyped]
 import torch
 import transformers
 
@@ -106,7 +106,7 @@ class Reference:
 
 
 def run_ours(llm: LLM, prompt: list[int], clips: Clips) -> Answers:
-    prompts = [
+    prompts: list[Any] = [
         {"prompt_token_ids": prompt, "multi_modal_data": {"audio": [(sound, RATE)]}}
         for sound in clips.sounds
     ]
@@ -189,7 +189,7 @@ def counting(llm: LLM) -> Iterator[Counter[str]]:
 
         return counted
 
-    adapter = llm.core.runner._adapter  # type: ignore[attr-defined]
+    adapter = llm.core.runner._adapter
     decode = "sensorium.multimodal.decoding.decoding.decode_audio"
     from sensorium.multimodal.decoding.audio import decode_audio
 
