@@ -79,7 +79,7 @@ references: $(READY)
 	$(PYTEST) $(IN_PARALLEL) --references=write tests/parity
 
 test-slow: $(READY)
-	$(PYTEST) -m slow --examples=all --ignore=tests/parity
+	$(PYTEST) -m 'slow and not real' --examples=all --ignore=tests/parity
 	$(PYTEST) $(IN_PARALLEL) -m slow --references=fresh tests/parity
 	$(PYTEST) $(IN_PARALLEL) --references=fresh tests/parity
 	$(PYTEST) $(IN_PARALLEL) --no-overlap tests/parity tests/property $(FAULTS)
@@ -88,7 +88,7 @@ test-slow: $(READY)
 	$(PYTEST) $(IN_PARALLEL) -m 'hypothesis and not slow and not real' --examples=all tests/unit tests/integration
 
 test-real: $(READY)
-	$(PYTEST) -m real tests/real
+	$(PYTEST) -m 'real and not slow' tests/real
 
 test-gpu: $(READY)
 	PYTHONPATH=. $(BIN)/python tests/gpu/run.py
@@ -118,6 +118,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/structured.py --record
 	$(BIN)/python benchmarks/trial.py --record
 	$(BIN)/python benchmarks/attack_costs.py --record
+	$(BIN)/python benchmarks/speech.py --record
 
 serve: $(READY)
 	$(BIN)/sensorium serve --port $(PORT)

@@ -1,6 +1,6 @@
 """Human speech through our front end and our encoder path, checked by Whisper tiny.en.
 
-The engine does not run Whisper: encoder-decoder models are refused. What is checked with it:
+`test_transcribing` runs Whisper itself in the engine. What is checked with it here:
 
 - Ours: decoding and resampling files (`multimodal/decoding`), the call of the processor, the
   worker's encoder path and its cache.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import closing
 
@@ -11,6 +12,7 @@ from sensorium.engine.speech.sounds import PromptScope, Sound, make_params, read
 from sensorium.multimodal.media import MediaBytes, MediaItem, PerceptionOptions
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, Transcript
+from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
 
 _FIELD = ("file",)
 
@@ -58,20 +60,40 @@ class AsyncTranscriber:
         async with self._engine.perceive(item, perception) as perceived:
             sound = Sound(perceived, self._model.processor, scope)
             with closing(self._model.start(sound, options)) as rules:
-                result = None
-                try:
-                    while True:
-                        step = rules.send(result)
-                        if isinstance(step, Segment):
-                            result = None
-                            yield step
-                            continue
-                        output = await self._engine.generate(
-                            sound.make_prompt(step),
-                            make_params(step, options),
-                            request_id=request_id,
-                        )
-                        result = read_result(output)
-                except StopIteration as end:
-                    transcript: Transcript = end.value
-        yield transcript
+                result: WindowResult | None = None
+                while not isinstance(step := await _advance_apart(rules, result), Transcript):
+                    result = None
+                    if isinstance(step, Segment):
+                        yield step
+                        continue
+                    output = await self._engine.generate(
+                        sound.make_prompt(step), make_params(step, options), request_id=request_id
+                    )
+                    result = read_result(output)
+        yield step
+
+
+async def _advance_apart(
+    rules: Transcription, result: WindowResult | None
+) -> WindowRequest | Segment | Transcript:
+    """Run `_advance` in a thread, because the times of words take up to half a second.
+
+    A caller that is cancelled waits for the thread, since a generator that runs can't be closed.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(_advance, rules, result))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        await asyncio.wait({work})
+        raise
+
+
+def _advance(
+    rules: Transcription, result: WindowResult | None
+) -> WindowRequest | Segment | Transcript:
+    """Return what comes next in a transcript: a window to decode, a segment, or all of it."""
+    try:
+        return rules.send(result)
+    except StopIteration as end:
+        transcript: Transcript = end.value
+        return transcript
