@@ -58,6 +58,11 @@ class Case:
     is_multilingual: bool = True
 
 
+def mark_slow(*values: Any) -> list[Any]:
+    """Return parameters of a test that only `make test-slow` uses."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def _name(options: SpeechOptions) -> str:
     times = "times" if options.needs_segments else "no times"
     return f"{options.task} {options.language} {options.prompt} {times}"
@@ -141,7 +146,7 @@ def check(case: Case, tokens: WhisperTokens | None = None) -> ModelAnswer:
 
 
 @pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["plain", "carried"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *mark_slow(1, 2, 3)])
 def test_long_sounds_have_the_same_segments(seed: int, settings: WhisperSettings) -> None:
     answer = check(Case(seed=seed, settings=settings))
     assert len(answer.requests) > 3
@@ -156,7 +161,7 @@ def test_texts_of_limited_length_are_the_same() -> None:
     check(Case(seed=2, settings=replace(CARRIED, max_new_tokens=6)))
 
 
-@pytest.mark.parametrize("seed", [4, 5])
+@pytest.mark.parametrize("seed", [4, *mark_slow(5)])
 @pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["plain", "carried"])
 def test_prompts_have_the_same_effect(seed: int, settings: WhisperSettings) -> None:
     options = replace(SEGMENTS, prompt=PROMPT)
@@ -179,7 +184,7 @@ def test_prompts_have_the_same_effect(seed: int, settings: WhisperSettings) -> N
     ],
     ids=_name,
 )
-@pytest.mark.parametrize("seed", [0, 6])
+@pytest.mark.parametrize("seed", [6, *mark_slow(0)])
 def test_short_sounds_have_the_same_segments(seed: int, options: SpeechOptions) -> None:
     check(Case(seed=seed, num_frames=SHORT, options=options))
 
@@ -215,7 +220,7 @@ def test_english_only_models_give_the_same(options: SpeechOptions, num_frames: i
     check(case)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, *mark_slow(2)])
 def test_silent_windows_are_dropped_alike(seed: int) -> None:
     result = transcribe(Case(seed=seed, settings=CARRIED))[1].results[0]
     assert result.scored_probability is not None
@@ -230,7 +235,7 @@ def test_silent_windows_are_dropped_alike(seed: int) -> None:
 
 
 @pytest.mark.parametrize("measure", ["likelihood", "repetition"])
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0, *mark_slow(3)])
 def test_greedy_attempts_that_are_not_good_enough_are_repeated_alike(
     seed: int, measure: str
 ) -> None:
@@ -271,7 +276,7 @@ def count_attempts(case: Case) -> int:
 
 
 @pytest.mark.parametrize("num_frames", [SHORT, 271, LONG])
-@pytest.mark.parametrize("seed", [0, 1, 4])
+@pytest.mark.parametrize("seed", [0, *mark_slow(1, 4)])
 def test_times_of_words_are_those_of_tokens(seed: int, num_frames: int) -> None:
     check_words(Case(seed=seed, num_frames=num_frames, options=WORDS))
 
