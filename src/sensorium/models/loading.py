@@ -17,6 +17,7 @@ from transformers.utils.logging import set_tqdm_hook
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import BAR_DELAY_S, read_json
+from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS
 from sensorium.types.errors import ModelError
 
@@ -219,7 +220,8 @@ def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
     The reason is a phrase that follows the model's name.
     """
     text_config = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder and config.model_type not in ADAPTERS:
+    is_known = ADAPTERS.get(config.model_type) is EncoderDecoderAdapter
+    if config.is_encoder_decoder and not is_known:
         return "is an encoder-decoder model of an unknown family"
     if not hasattr(model_class, "generate"):
         return "can't be run: it does not generate text"

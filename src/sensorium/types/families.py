@@ -136,7 +136,7 @@ FAMILIES: tuple[Family, ...] = (
         "whisper",
         "Whisper",
         _AUDIO,
-        own_code=("models", "speech"),
+        own_code=("models/encoder_decoder", "speech"),
         special="a decoder that attends to the encoded sound; Whisper's rules for sounds of any "
         "length",
         limits="transcribes and translates, but does not chat",
@@ -145,7 +145,7 @@ FAMILIES: tuple[Family, ...] = (
         "moonshine",
         "Moonshine",
         _AUDIO,
-        own_code=("models",),
+        own_code=("models/encoder_decoder",),
         special="a decoder that attends to the encoded sound",
         limits="transcribes, long sounds in pieces of at most 30 seconds; does not chat",
     ),

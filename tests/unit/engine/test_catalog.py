@@ -12,10 +12,12 @@ import sensorium
 from sensorium.cli.models import HEADER, format_table, get_rows
 from sensorium.engine.build.catalog import describe_model
 from sensorium.engine.build.options import LoadingOptions
+from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS, OWN_ADAPTERS
 from sensorium.multimodal.processing.processor import PROCESSOR_CALLS, MultiModalProcessor
 from sensorium.types.families import FAMILIES
 from tests.parity.cases import MODALITIES
+from tests.parity.speaking import FAMILIES as SPEECH_FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
 TINY_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni"}
@@ -23,12 +25,17 @@ TINY_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni"}
 
 def test_every_family_is_tested_and_every_tested_one_is_listed() -> None:
     listed = {TINY_MODELS.get(name, name) for name in MODEL_TYPES}
-    assert listed | {"gemma4_causal"} == set(MODALITIES)
+    assert listed | {"gemma4_causal", "whisper_en"} == {*MODALITIES, *SPEECH_FAMILIES}
     assert len(ADAPTERS) == len(FAMILIES)
 
 
 def test_the_list_names_exactly_the_code_that_families_have() -> None:
-    code = {"models/families": OWN_ADAPTERS, "multimodal/processing": PROCESSOR_CALLS}
+    speech = {name for name, kind in OWN_ADAPTERS.items() if kind is EncoderDecoderAdapter}
+    code = {
+        "models/families": OWN_ADAPTERS.keys() - speech,
+        "models/encoder_decoder": speech,
+        "multimodal/processing": PROCESSOR_CALLS.keys(),
+    }
     for place, by_type in code.items():
         assert {f.model_type for f in FAMILIES if place in f.own_code} == set(by_type)
         path = Path(sensorium.__file__).parent / place

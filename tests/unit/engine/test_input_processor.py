@@ -49,6 +49,12 @@ class FakeProcessor:
     def get_option_default(self, path: str) -> None:
         del path
 
+    beside = None
+
+    @property
+    def markers(self) -> dict[str, str]:
+        return {modality: self.get_marker(modality) for modality in self.modalities}
+
     def get_marker(self, modality: str) -> str:
         return modality[0].upper()
 

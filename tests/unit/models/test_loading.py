@@ -36,7 +36,7 @@ def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
         ({"architectures": None}, "'llama' is not an architecture"),
         (
             {"architectures": ["LlamaForCausalLM"], "is_encoder_decoder": True},
-            "LlamaForCausalLM is an encoder-decoder model, which is not supported yet",
+            "LlamaForCausalLM is an encoder-decoder model of an unknown family",
         ),
         ({"architectures": ["LlamaModel"]}, "LlamaModel can't be run: it does not generate"),
     ],

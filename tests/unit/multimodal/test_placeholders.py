@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +55,8 @@ class FakeProcessor:
 
     modalities = ("image", "video")
     tokenizer = MergingTokenizer()
+    markers: ClassVar[dict[str, str]] = {"image": "I", "video": "V"}
+    beside = None
 
     def get_marker(self, modality: str) -> str:
         return modality[0].upper()

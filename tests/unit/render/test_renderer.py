@@ -34,7 +34,7 @@ def make_renderer(
         hf_processor=hf_processor,
         tokenizer=tokenizer,
         modalities=modalities,
-        get_marker=MARKERS.__getitem__,
+        markers={modality: MARKERS[modality] for modality in modalities},
     )
     return ChatRenderer(processor)
 

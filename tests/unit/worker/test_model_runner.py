@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -42,6 +42,7 @@ class CountingAdapter:
     bidirectional_modalities: frozenset[str] = frozenset()
     has_causal_full_layers = False
     has_mrope = False
+    alignment_heads: ClassVar[dict[int, list[int]]] = {}
     long_after = None
 
     def choosing_factors(self, is_long: torch.Tensor | None) -> AbstractContextManager[None]:
