@@ -30,7 +30,8 @@ NOT_RUN = {"README.md": 1, "docs/sensorium-mini.md": 1, "docs/speech.md": 2}
 TIMEOUT_S = 300.0
 BETWEEN = "\x1e"  # printed between the blocks of a page
 _BLOCK = re.compile(
-    r"(?P<mark><!-- not run: (?P<reason>[^\n]+) -->\n)?^ *```(?P<language>\w+)\n(?P<code>.*?)^ *```$",
+    r"(?P<mark><!-- not run: (?P<reason>[^\n]+) -->\n)?"
+    r"^ *```(?P<language>\w+)\n(?P<code>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
 

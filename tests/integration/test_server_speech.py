@@ -254,11 +254,11 @@ def test_a_stream_is_the_whole_text(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_leaves_ends_its_transcript(served: Served, is_streamed: bool) -> None:
-    """Of a sound with ten windows only those are heard that had begun."""
+    """Of a sound with at least twenty windows only those are computed that had begun."""
     aborted = 'vllm:request_success_total{finished_reason="abort"}'
     windows = 'sensorium:core_requests_total{finished_reason="stop"}'
     before, num_before = served.count(aborted), served.count(windows)
-    sound = make_wav(30.0, seed=40 + is_streamed)
+    sound = write_sound(make_audio(60.0, seed=40 + is_streamed), "WAV", "PCM_U8")
     request: dict[str, Any] = {
         "url": served.server.get_url(ROUTE),
         "files": {"file": ("sound.wav", sound)},
@@ -272,7 +272,7 @@ def test_a_client_that_leaves_ends_its_transcript(served: Served, is_streamed: b
             httpx.post(**request, timeout=httpx.Timeout(120.0, read=0.8))
     wait_until(lambda: served.count(aborted) == before + 1, "the transcript is aborted")
     served.wait_until_nothing_is_left()
-    assert served.count(windows) - num_before < 9
+    assert served.count(windows) - num_before < 18
 
 
 # ---- caches and metrics
@@ -294,14 +294,18 @@ def test_a_sound_that_comes_again_is_neither_decoded_nor_encoded(
     sound = make_wav(seed=50)
     misses = count_misses()
     first = transcribe(client, sound)
-    one_more = {level: number + 1 for level, number in misses.items()}
-    wait_until(lambda: count_misses() == one_more, "everything is computed once")
+    wait_until(
+        lambda: all(count > misses[level] for level, count in count_misses().items()),
+        "everything is computed once",
+    )
+    served.wait_until_nothing_is_left()
+    known = count_misses()
     queries = 'sensorium:cache_queries_total{level="encoder"}'
     num_queries = served.count(queries)
     assert transcribe(client, sound) == first
     wait_until(lambda: served.count(queries) >= num_queries + 2, "the language and the text")
-    assert count_misses() == one_more
     served.wait_until_nothing_is_left()
+    assert count_misses() == known
 
 
 def test_a_transcript_counts_as_one_request(client: OpenAI, served: Served) -> None:
