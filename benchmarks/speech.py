@@ -41,6 +41,7 @@ import transformers
 
 from records import write_record
 from sensorium import LLM, SamplingParams
+from sensorium.engine.speech.models import WhisperModel
 from sensorium.multimodal.processing.sounds import SoundProcessor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
@@ -208,7 +209,7 @@ def counting(llm: LLM) -> Iterator[Counter[str]]:
 def measure_again(llm: LLM, num_rounds: int) -> dict[str, Any]:
     """Transcribe files twice, each time to the same number of tokens."""
     speech = llm._speech
-    assert speech is not None
+    assert isinstance(speech, WhisperModel)
     settings = replace(speech.settings, temperatures=(0.0,), max_new_tokens=NUM_TOKENS)
     llm._speech = replace(speech, settings=settings)
     first, second = Times(), Times()
