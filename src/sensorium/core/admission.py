@@ -77,7 +77,9 @@ def check_growth(
     longest_span = max((end - start for start, end in spans), default=0)
     max_new_tokens = max(limits.max_num_batched_tokens, longest_span)
     max_tokens = get_max_tokens(request, limits)
-    num_cross = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
+    num_cross = 0
+    if limits.is_encoder_decoder:
+        num_cross = sum(feature.mm_position.get_num_embeds() for feature in request.mm_features)
     if kv_cache.can_ever_fit(max_tokens, max_new_tokens, num_cross):
         return
     num_needed = len(request.prompt_token_ids) + 1

@@ -184,7 +184,7 @@ class EncoderDecoderAdapter(ModelAdapter):
 
 
 class _Zeros:
-    """An `AttentionCall` whose output is zero."""
+    """A stand-in for attention that returns zeros, for runs in which only the layers matter."""
 
     def attend(
         self,

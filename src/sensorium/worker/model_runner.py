@@ -357,7 +357,8 @@ class ModelRunner:
         return replace(step, mode=StepMode.DECODE_GRAPH, choice=choice)
 
     def _run_batch(self, inputs: StepInputs, step: LaunchedStep) -> LaunchedStep:
-        self._listener.begin(inputs.rows)
+        if self._cross_group is not None:
+            self._listener.begin(inputs.rows)
         hidden, mode = self._forward(inputs)
         scores = self._prompt_scorer.score(hidden, inputs.rows)
         if self._cross_group is not None:

@@ -118,7 +118,8 @@ class RequestState:
         self.attention: dict[int, list[torch.Tensor]] = {}  # by the index of a layer
         self.scored_logprob: torch.Tensor | None = None
         # The number of media positions that layers with cross-attention attend to.
-        self.num_cross_positions = sum(f.mm_position.get_num_embeds() for f in request.mm_features)
+        features = () if table.cross_group is None else request.mm_features
+        self.num_cross_positions = sum(f.mm_position.get_num_embeds() for f in features)
         self.row = table.take_row()
         table.num_cross_positions[self.row] = self.num_cross_positions
         self._table = table
