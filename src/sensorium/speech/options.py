@@ -20,6 +20,8 @@ class SpeechOptions:
     language: str | None = None  # a code such as "en" or a name such as "english"; None: found
     prompt: str = ""  # text that comes before the sound, with names or in the style that is wanted
     temperature: float | None = None  # None or 0: greedy, and higher ones if the result is bad
+    # A window of a long sound is given the text before it (Whisper only). None: as the model says.
+    carries_text: bool | None = None
     needs_segments: bool = False  # times of segments are wanted
     needs_words: bool = False  # times of words are wanted
     needs_logprobs: bool = False

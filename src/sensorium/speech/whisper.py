@@ -110,7 +110,9 @@ class _WhisperRules:
         self._max_previous = tokens.max_positions // 2 - 1
         self._prompt = encode_prompt(options.prompt, tokens, tokenizer)[-self._max_previous :]
         self._previous = self._prompt  # the prompt and all tokens so far, at most `_max_previous`
-        self._carries_previous = settings.condition_on_prev_tokens
+        carries = options.carries_text
+        self._carries_text = settings.condition_on_prev_tokens if carries is None else carries
+        self._carries_previous = self._carries_text  # into the next window
         self._seek = 0  # the first frame of the next window
         self._last_end = 0.0  # of a segment, in seconds
         self._last_word_end = 0.0
@@ -170,8 +172,7 @@ class _WhisperRules:
             if self._is_silent(attempt) or self._is_good(attempt):
                 break
         self._carries_previous = (
-            self._settings.condition_on_prev_tokens
-            and attempt.temperature < _MAX_CARRIED_TEMPERATURE
+            self._carries_text and attempt.temperature < _MAX_CARRIED_TEMPERATURE
         )
         return attempt
 

@@ -101,7 +101,9 @@ class WhisperSettings:
     min_avg_logprob: float | None = -1.0
     # A window is silent if this probability is exceeded and its text is too unlikely as well.
     max_no_speech_prob: float | None = 0.6
-    condition_on_prev_tokens: bool = True  # a window is given the text before it
+    # A window is given the text before it. Not by default, because Whisper then tends to go on with
+    # that text instead of listening: a mistake in one window leads to mistakes in all later ones.
+    condition_on_prev_tokens: bool = False
     max_new_tokens: int | None = None  # of a window; None: what the decoder has room for
 
 

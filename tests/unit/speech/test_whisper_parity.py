@@ -152,6 +152,20 @@ def test_long_sounds_have_the_same_segments(seed: int, settings: WhisperSettings
     assert len(answer.requests) > 3
 
 
+@pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["plain", "carried"])
+def test_a_caller_decides_whether_text_is_carried(settings: WhisperSettings) -> None:
+    expected = {
+        carries: transcribe(
+            Case(seed=0, settings=replace(settings, condition_on_prev_tokens=carries))
+        )[0].segments
+        for carries in (True, False)
+    }
+    assert expected[True] != expected[False]
+    for carries, segments in expected.items():
+        options = replace(SEGMENTS, carries_text=carries)
+        assert transcribe(Case(seed=0, settings=settings, options=options))[0].segments == segments
+
+
 def test_a_long_sound_of_an_unknown_language_is_translated_alike() -> None:
     options = SpeechOptions(task="translate", prompt=PROMPT)
     check(Case(seed=7, options=options, settings=CARRIED))

@@ -168,11 +168,11 @@ def test_the_ladder_begins_at_the_callers_temperature(
     assert tuple(request.temperature for request in script.requests) == expected
 
 
-def test_a_window_is_given_the_text_before_it_unless_that_was_hot() -> None:
+def test_a_window_is_given_carried_text_unless_that_was_hot() -> None:
     first, second = say(0, " ba", 50, 50, " du", 150, 150), say(0, " ki", 150)
     hot = [say(0, " mo", 150, logprob=-2.0)] * 3 + [say(0, " mo", 150)]
     script = Script([first, second, *hot, say(0, " ba", 150), say(0, " du", 150)])
-    options = replace(ENGLISH, prompt="zé")
+    options = replace(ENGLISH, prompt="zé", carries_text=True)
     transcribe(script, num_frames=5 * WINDOW, options=options)
     prompts = [request.prompt_token_ids for request in script.requests]
     begin = (START, IDS["<|en|>"], IDS["<|transcribe|>"])

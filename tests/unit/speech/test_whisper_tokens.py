@@ -151,6 +151,6 @@ def test_languages_are_those_of_transformers() -> None:
 
 def test_settings_are_openais_unless_the_checkpoint_has_others() -> None:
     assert read_whisper_settings({"logprob_threshold": None}) == WhisperSettings()
-    given = {"no_speech_threshold": 0.3, "condition_on_prev_tokens": False}
+    given = {"no_speech_threshold": 0.3, "condition_on_prev_tokens": True}
     settings = read_whisper_settings(given)
-    assert settings == WhisperSettings(max_no_speech_prob=0.3, condition_on_prev_tokens=False)
+    assert settings == WhisperSettings(max_no_speech_prob=0.3, condition_on_prev_tokens=True)

@@ -32,6 +32,7 @@ class TranscribeKwargs(TypedDict, total=False):
     language: str | None
     prompt: str
     temperature: float | None
+    carries_text: bool | None
     needs_segments: bool
     needs_words: bool
     needs_logprobs: bool

@@ -165,6 +165,7 @@ def _prepare(request: SpeechRequest, transcriber: Transcriber, task: Task) -> _W
         language=request.language,
         prompt=request.prompt or "",
         temperature=request.temperature,
+        carries_text=request.condition_on_previous_text,
         needs_segments=needs_segments,
         needs_words="word" in granularities,
         needs_logprobs=has_logprobs,

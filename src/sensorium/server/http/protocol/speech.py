@@ -77,6 +77,9 @@ class SpeechRequest(_SpeechSampling, frozen=True, kw_only=True):
     prompt: Annotated[
         str | None, Meta(description="Text that comes before, with names or in the wanted style.")
     ] = None
+    condition_on_previous_text: Annotated[
+        bool | None, Meta(description="Whisper: each window is given the text before it.")
+    ] = None
     response_format: _Format | None = None
     stream: Annotated[bool | None, Meta(description="Only with the formats `json` and `text`.")] = (
         None
