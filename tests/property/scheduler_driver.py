@@ -12,11 +12,18 @@ from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
-from sensorium.types.scheduling import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from sensorium.types.scheduling import (
+    KVCacheGroup,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
 from tests.support import overlap
 
 from .simulated_worker import SimulatedWorker
 from .strategies import CacheSizes
+
+_NUM_MEDIA_POSITIONS = 48  # of layers with cross-attention: room for a request with media, or three
 
 
 def get_spans(request: EngineCoreRequest, limits: Limits) -> list[tuple[int, int]]:
@@ -73,8 +80,12 @@ class SchedulerDriver:
         self.is_ahead = overlap.is_on() if is_ahead is None else is_ahead
         # The step whose results the scheduler does not know yet.
         self.under_way: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
+        groups = sizes.groups
+        if limits.is_encoder_decoder:
+            num_blocks = 1 + _NUM_MEDIA_POSITIONS // sizes.block_size
+            groups = (*groups, KVCacheGroup(num_blocks=num_blocks, is_cross=True))
         self.kv_cache = KVCacheManager(
-            sizes.groups,
+            groups,
             block_size=sizes.block_size,
             enable_prefix_caching=sizes.enable_prefix_caching,
         )
@@ -83,7 +94,7 @@ class SchedulerDriver:
             limits, kv_cache=self.kv_cache, encoder_cache=self.encoder_cache, policy=policy
         )
         self.worker = SimulatedWorker(
-            sizes.groups,
+            groups,
             block_size=sizes.block_size,
             is_encoder_decoder=limits.is_encoder_decoder,
             long_after=limits.long_after,

@@ -47,6 +47,9 @@ class Contents:
     def get_next(self, parent: int, token_id: int, embed: tuple[str, int] | None) -> int:
         return self._get((parent, token_id, embed))
 
+    def get_media(self, content: Hashable) -> int:
+        return self._get(("media", content))
+
     def _get(self, content: Hashable) -> int:
         return self._names.setdefault(content, len(self._names))
 
@@ -72,9 +75,9 @@ class Row:
     tables: list[list[int]] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
-    is_new: bool = True
     is_long: bool = False
     is_broken: bool = False  # it failed, which the scheduler may not know yet
+    has_media: bool = False  # its blocks for cross-attention hold its media
 
     def get_used_items(self) -> set[int]:
         """Return the items with some positions computed and some not."""
@@ -85,6 +88,15 @@ class Row:
                 used.add(mm_index)
         ends = [feature.mm_position.end for feature in self.request.mm_features]
         return {mm_index for mm_index in used if ends[mm_index] > self.num_computed_tokens}
+
+    def get_keys(self) -> list[str]:
+        return [self.get_key(mm_index) for mm_index in range(len(self.request.mm_features))]
+
+    def list_media(self) -> list[Hashable]:
+        """Return what the positions of layers with cross-attention must hold."""
+        sizes = [f.mm_position.get_num_embeds() for f in self.request.mm_features]
+        keys = tuple(self.get_keys())
+        return [(keys, position) for position in range(sum(sizes))]
 
     def get_key(self, mm_index: int) -> str:
         return self.request.mm_features[mm_index].mm_hash + self.request.encoder_key_suffix
@@ -141,7 +153,7 @@ class SimulatedWorker:
             row = self.rows[scheduled.request_id]
             scored[scheduled.request_id] = self._score(row, scheduled)
             row.num_computed_tokens += scheduled.num_new_tokens
-            row.is_new = False
+            row.has_media = self._is_encoder_decoder
             assert scheduled.is_sampled == (row.num_computed_tokens == len(row.token_ids))
             if scheduled.is_sampled:
                 sampled[scheduled.request_id] = token_id
@@ -190,6 +202,7 @@ class SimulatedWorker:
                 num_computed_tokens=starts[request.request_id],
                 num_cached_tokens=starts[request.request_id],
                 is_long=started.is_long,
+                has_media=started.has_media,
             )
 
     def _encode(self, output: SchedulerOutput, failing_hashes: Collection[str]) -> set[str]:
@@ -223,7 +236,7 @@ class SimulatedWorker:
         end = start + scheduled.num_new_tokens
         if self._is_encoder_decoder:
             # Cross-attention needs all of them, and keeps what it needs after the first step.
-            return {row.get_key(i) for i in range(len(row.request.mm_features)) if row.is_new}
+            return set() if row.has_media else set(row.get_keys())
         return {row.get_key(row.embed_at[p][0]) for p in range(start, end) if p in row.embed_at}
 
     def _write(self, row: Row, scheduled: ScheduledRequest, *, is_healthy: bool) -> None:
@@ -233,18 +246,35 @@ class SimulatedWorker:
             assert not missing, f"{scheduled.request_id} needs {missing}, which nobody encoded"
         for position in range(start, start + scheduled.num_new_tokens):
             name = self._get_name(row, position) if is_healthy else GARBAGE
-            for group_index in range(len(self._groups)):
-                self._slots[self._get_slot(row, group_index, position)] = name
+            for group_index, group in enumerate(self._groups):
+                if not group.is_cross:
+                    self._slots[self._get_slot(row, group_index, position)] = name
+        for slot, name in self._list_media_slots(row):
+            if not row.has_media:
+                self._slots[slot] = name if is_healthy else GARBAGE
 
     def _read(self, row: Row, scheduled: ScheduledRequest) -> None:
         start = scheduled.num_computed_tokens
+        for slot, name in self._list_media_slots(row):
+            assert self._slots.get(slot) == name, f"{scheduled.request_id} hears another's sound"
         for group_index, group in enumerate(self._groups):
+            if group.is_cross:
+                continue
             first = 0 if group.window is None else max(0, start - group.window + 1)
             for position in range(first, start + scheduled.num_new_tokens):
                 found = self._slots.get(self._get_slot(row, group_index, position))
                 assert found == self._get_name(row, position), (
                     f"{scheduled.request_id} reads another's content at {position}"
                 )
+
+    def _list_media_slots(self, row: Row) -> list[tuple[tuple[int, int, int], int]]:
+        """Return where the media of a request are for cross-attention, and what is there."""
+        return [
+            (self._get_slot(row, group_index, position), self._contents.get_media(content))
+            for group_index, group in enumerate(self._groups)
+            if group.is_cross
+            for position, content in enumerate(row.list_media())
+        ]
 
     def _get_slot(self, row: Row, group_index: int, position: int) -> tuple[int, int, int]:
         block_id = row.tables[group_index][position // self._block_size]

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from sensorium.types.errors import InvariantError
@@ -65,6 +65,10 @@ class BlockPool:
 
     def get_cached(self, name: bytes) -> int | None:
         return self._block_of.get(name)
+
+    def has_name(self, block_ids: Sequence[int]) -> bool:
+        """Return whether the first of these blocks can be found by a name."""
+        return bool(block_ids) and self._name_of[block_ids[0]] is not None
 
     def is_free(self, block_id: int) -> bool:
         return block_id in self._free

@@ -39,8 +39,8 @@ class EncoderCacheStatistics:
     num_entries: int
     num_references: int
     num_evictions: int
-    num_queries: int  # media items that were given a reference
-    num_hits: int  # those of them that found their entry in the cache
+    num_queries: int  # media items that had to be encoded or found
+    num_hits: int  # those of them that were found, here or as keys and values in the KV cache
 
 
 @dataclass(slots=True)
@@ -121,6 +121,13 @@ class EncoderCacheManager:
         self._add_reference(entry, request.request_id, mm_index)
         self._num_hits += 1
         return True
+
+    def count_stored(self, request: Request) -> None:
+        """Count the media items of a request as found: the KV cache has their keys and values."""
+        indices = tuple(range(len(request.mm_features)))
+        request.count_encoder_items(encoded=(), shared=indices)
+        self._num_queries += len(indices)
+        self._num_hits += len(indices)
 
     def can_allocate(self, num_embeds: int) -> bool:
         return num_embeds <= self.num_reclaimable_embeds

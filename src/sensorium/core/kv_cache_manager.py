@@ -9,7 +9,7 @@ Invariants:
   3. In a group with a sliding window, blocks that no later position reads are released; the
      block table has the null block in their place.
   4. A group with cross-attention has blocks for the encoded media of a request, not for its tokens.
-     They are allocated at once, and never shared with another request.
+     They are allocated at once. Requests with the same media share all of them, or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from sensorium.core.block_pool import NULL_BLOCK, BlockPool, BlockPoolStatistics
 from sensorium.core.request import Request
 from sensorium.types.errors import InvariantError
-from sensorium.types.scheduling import BlockIds, KVCacheGroup
+from sensorium.types.scheduling import BlockIds, KVCacheGroup, find_cross_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,12 @@ class PrefixHit:
     """The longest beginning of a request's tokens that the KV cache already holds.
 
     `block_ids` has the cached blocks of each group of layers. Where a sliding window no longer
-    reaches, it has null blocks.
+    reaches, it has null blocks. With `has_media`, the group with cross-attention has all blocks of
+    the request's media; otherwise it has none.
     """
 
     num_tokens: int
+    has_media: bool = False
     block_ids: BlockIds  # null blocks before a sliding window
 
 
@@ -58,6 +60,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(group.num_blocks) for group in groups]
+        self._cross_group = find_cross_group(self.groups)
         self._tables: dict[str, list[_BlockTable]] = {}  # request id -> a table for each group
         self._num_registered: dict[str, int] = {}  # request id -> its first blocks with names
 
@@ -91,10 +94,14 @@ class KVCacheManager:
 
     def _count_blocks(self, request: Request, num_tokens: int) -> list[int]:
         """Return for each group how many blocks the first tokens of a request need."""
-        num_positions = [
-            request.num_cross_positions if group.is_cross else num_tokens for group in self.groups
+        num_blocks = -(-num_tokens // self.block_size)
+        return [
+            self._count_media_blocks(request) if group.is_cross else num_blocks
+            for group in self.groups
         ]
-        return [-(-number // self.block_size) for number in num_positions]
+
+    def _count_media_blocks(self, request: Request) -> int:
+        return -(-request.num_cross_positions // self.block_size)
 
     def _num_blocks_at_most(self, group: KVCacheGroup, num_tokens: int, max_new_tokens: int) -> int:
         total = -(-num_tokens // self.block_size)
@@ -112,16 +119,29 @@ class KVCacheManager:
         """
         num_blocks = max_tokens // self.block_size if self.enable_prefix_caching else 0
         for group, pool in zip(self.groups, self._pools, strict=True):
-            if group.window is None:
+            if group.window is None and not group.is_cross:
                 num_blocks = self._leading_hits(request, pool, num_blocks)
         while (shorter := self._get_shorter(request, num_blocks)) is not None:
             num_blocks = shorter
         num_tokens = num_blocks * self.block_size
+        media = self._find_media(request)
         block_ids = tuple(
-            tuple(self._prefix_blocks(request, index, num_tokens))
-            for index in range(len(self.groups))
+            media if group.is_cross else tuple(self._prefix_blocks(request, index, num_tokens))
+            for index, group in enumerate(self.groups)
         )
-        return PrefixHit(num_tokens=num_tokens, block_ids=block_ids)
+        return PrefixHit(num_tokens=num_tokens, has_media=bool(media), block_ids=block_ids)
+
+    def _find_media(self, request: Request) -> tuple[int, ...]:
+        """Return the blocks that hold a request's media, or none of them if one is missing."""
+        if self._cross_group is None or not self.enable_prefix_caching:
+            return ()
+        pool, block_ids = self._pools[self._cross_group], []
+        for index in range(self._count_media_blocks(request)):
+            block_id = pool.get_cached(request.media_block_hash(index))
+            if block_id is None:
+                return ()
+            block_ids.append(block_id)
+        return tuple(block_ids)
 
     def _leading_hits(self, request: Request, pool: BlockPool, at_most: int) -> int:
         for index in range(at_most):
@@ -258,6 +278,18 @@ class KVCacheManager:
                     pool.register(table.block_ids[index], name)
         self._num_registered[request.request_id] = max(first, last)
 
+    def commit_media(self, request: Request) -> None:
+        """Let later requests reuse the blocks of a request's media, which its first step filled.
+
+        This does nothing if prefix caching is off.
+        """
+        if self._cross_group is None or not self.enable_prefix_caching:
+            return
+        pool = self._pools[self._cross_group]
+        table = self._tables[request.request_id][self._cross_group]
+        for index, block_id in enumerate(table.block_ids):
+            pool.register(block_id, request.media_block_hash(index))
+
     def free(self, request_id: str) -> None:
         """Release all blocks of a request, if it has any.
 
@@ -268,8 +300,11 @@ class KVCacheManager:
         if tables is None:
             return
         del self._num_registered[request_id]
-        for pool, table in zip(self._pools, tables, strict=True):
-            pool.release(reversed(table.block_ids))
+        for group, pool, table in zip(self.groups, self._pools, tables, strict=True):
+            # Blocks of media become free in the order of their ids, so that the next sound gets
+            # blocks that follow one another. Free blocks without a name are used in reverse order.
+            is_forward = group.is_cross and pool.has_name(table.block_ids)
+            pool.release(table.block_ids if is_forward else reversed(table.block_ids))
 
     def clear_cache(self) -> None:
         for pool in self._pools:

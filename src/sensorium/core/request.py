@@ -35,6 +35,7 @@ Rank = tuple[int, int]
 # Sorted, disjoint ranges of positions that must each be computed within one step.
 Spans = tuple[tuple[int, int], ...]
 _VERSION = b"sensorium-kv-1"  # of the names of blocks
+_MEDIA_ROOT = hashlib.sha256(_VERSION + b"media").digest()
 
 
 class RequestStatus(Enum):
@@ -82,6 +83,8 @@ class Request:
         self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
+        # Layers with cross-attention have the keys and values of its media, and need no more.
+        self.has_media = False
         self.encoder_hits: list[int] = []  # items with an encoder output in the cache
         self.arrived = arrived
         self.scheduled: float | None = None  # for the first time
@@ -302,6 +305,15 @@ class Request:
             self._block_hashes.append(self._make_block_hash(len(self._block_hashes)))
         return self._block_hashes[index]
 
+    def media_block_hash(self, index: int) -> bytes:
+        """Return the name of a block with the keys and values of the request's media.
+
+        They depend on the media alone. The number of positions is part of the name, because the
+        last block may not be full.
+        """
+        keys = [(self.get_encoder_key(i), 0) for i in range(len(self.mm_features))]
+        return hash_block(_MEDIA_ROOT, (self.num_cross_positions, index), keys)
+
     def _make_block_hash(self, index: int) -> bytes:
         start = index * self._block_size
         end = start + self._block_size
@@ -330,6 +342,11 @@ class SchedulerCounters:
     num_preemptions: int = 0
     finished: Counter[FinishReason] = field(default_factory=Counter)
     steps: Counter[StepMode] = field(default_factory=Counter)
+
+    def add_lookup(self, request: Request) -> None:
+        """Count that the prompt of a request was looked up in the prefix cache."""
+        self.num_prefix_queries += request.num_prompt_tokens
+        self.num_prefix_hits += request.num_cached_tokens or 0
 
     def add_token(self, request: Request) -> None:
         """Count a new output token of a request, and with the first one the prompt tokens."""

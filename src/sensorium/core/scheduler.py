@@ -206,10 +206,10 @@ class Scheduler:
         num_releases = self.kv_cache.num_releases + self.encoder_cache.num_releases
         if self._blocked == (request.rank, num_releases):
             return False
-        # An encoder-decoder model stores its cross-attention K/V in a request's first step: it has
-        # to start at 0.
+        # A prompt of an encoder-decoder model is short. Only what its media need is looked for.
         max_tokens = 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
         hit = self.kv_cache.find_prefix(request, max_tokens)
+        request.has_media = hit.has_media
         is_behind = step.is_encoder_closed
         plan = self._plan(request, hit.num_tokens, step)
         if plan.is_empty and (is_behind or plan.shortage is not Shortage.ENCODER_SPACE):
@@ -234,13 +234,15 @@ class Scheduler:
             request.num_cached_tokens = num_cached_tokens
             request.scheduled = self._clock()
             if self.kv_cache.enable_prefix_caching and not self.limits.is_encoder_decoder:
-                self.counters.num_prefix_queries += request.num_prompt_tokens
-                self.counters.num_prefix_hits += num_cached_tokens
+                self.counters.add_lookup(request)
+        if request.has_media:
+            self.encoder_cache.count_stored(request)
         step.started.append(
             StartedRequest(
                 request=request.core_request,
                 output_token_ids=request.output_token_ids,
                 is_long=request.is_long,
+                has_media=request.has_media,
             )
         )
 
@@ -324,13 +326,7 @@ class Scheduler:
     def _make_output(self, step: Step) -> SchedulerOutput:
         stopped, self._stopped = tuple(self._stopped), []
         self.counters.num_scheduled_tokens += step.num_tokens
-        return SchedulerOutput(
-            scheduled=tuple(step.scheduled.values()),
-            started=tuple(step.started),
-            stopped_request_ids=stopped,
-            freed_encoder_keys=self.encoder_cache.take_freed_keys(),
-            num_scheduled_tokens=step.num_tokens,
-        )
+        return step.make_output(stopped, self.encoder_cache.take_freed_keys())
 
     # ---- taking the results of a step
 
@@ -441,8 +437,11 @@ class Scheduler:
         request.num_computed_tokens = end
         if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
             self.kv_cache.commit(request)
-        if self.limits.is_encoder_decoder:  # its first step has stored all it needs of its items
-            self.encoder_cache.free(request)
+        if self.limits.is_encoder_decoder:
+            if not request.has_media:  # its first step has stored all it needs of its items
+                request.has_media = True
+                self.kv_cache.commit_media(request)
+                self.encoder_cache.free(request)
         elif start < request.num_prompt_tokens:
             self.encoder_cache.free_passed_items(request, start)
 

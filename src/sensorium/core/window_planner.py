@@ -18,7 +18,7 @@ from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.request import Request
 from sensorium.types.multimodal import get_mm_features_in_window
-from sensorium.types.scheduling import ScheduledRequest, StartedRequest
+from sensorium.types.scheduling import ScheduledRequest, SchedulerOutput, StartedRequest
 
 
 class Shortage(Enum):
@@ -59,6 +59,18 @@ class Step:
     @property
     def num_tokens_left(self) -> int:
         return max(0, self.max_num_tokens - self.num_tokens - self.num_reserved_tokens)
+
+    def make_output(
+        self, stopped_request_ids: tuple[str, ...], freed_encoder_keys: tuple[str, ...]
+    ) -> SchedulerOutput:
+        """Return the plan of this step for the worker, which also drops what is given here."""
+        return SchedulerOutput(
+            scheduled=tuple(self.scheduled.values()),
+            started=tuple(self.started),
+            stopped_request_ids=stopped_request_ids,
+            freed_encoder_keys=freed_encoder_keys,
+            num_scheduled_tokens=self.num_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +157,8 @@ class WindowPlanner:
         returned.
         """
         limits = self._limits
-        if not request.mm_features or (limits.is_encoder_decoder and start > 0):
+        has_media = request.has_media or start > 0  # this matters for encoder-decoder models only
+        if not request.mm_features or (limits.is_encoder_decoder and has_media):
             return end
         lo, hi = get_mm_features_in_window(
             request.mm_features, start, end, is_encoder_decoder=limits.is_encoder_decoder

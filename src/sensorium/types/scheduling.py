@@ -58,6 +58,8 @@ class StartedRequest:
     output_token_ids: tuple[int, ...] = ()  # tokens that it had generated before
     # The model computes it as one of more than `Limits.long_after` tokens, until it stops.
     is_long: bool = False
+    # Its blocks for cross-attention already hold the keys and values of its media.
+    has_media: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

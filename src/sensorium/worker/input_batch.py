@@ -132,18 +132,18 @@ class InputBatch:
         )
 
     def _gather_new_sounds(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Return the encoder outputs of the requests that begin in this step, in their order."""
+        """Return the encoder outputs of the media that this step stores, in the rows' order."""
         return [
             self.encoder_cache[state.get_encoder_key(mm_index)]
             for scheduled, state in rows
-            if scheduled.num_computed_tokens == 0
+            if state.stores_media(scheduled.num_computed_tokens)
             for mm_index in range(len(state.request.mm_features))
         ]
 
     def _make_cross_arrays(
         self, rows: Sequence[Row], group_index: int
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the block ids of all media, and the slots of those of requests that begin."""
+        """Return the block ids of all media, and the slots of those that this step stores."""
         block_ids = [self.table.get_blocks(state.row, group_index) for _, state in rows]
         at = np.repeat(
             [state.row for _, state in rows], [entry.num_new_tokens for entry, _ in rows]
@@ -152,13 +152,14 @@ class InputBatch:
         slots = [
             state.get_slots(group_index, 0, state.num_cross_positions, self.block_size)
             for scheduled, state in rows
-            if scheduled.num_computed_tokens == 0
+            if state.stores_media(scheduled.num_computed_tokens)
         ]
         empty = np.empty(0, dtype=np.int64)
         partial = [
             ids[-1]
             for ids, (scheduled, state) in zip(block_ids, rows, strict=True)
-            if scheduled.num_computed_tokens == 0 and state.num_cross_positions % self.block_size
+            if state.stores_media(scheduled.num_computed_tokens)
+            and state.num_cross_positions % self.block_size
         ]
         return {
             f"partial{group_index}": np.array(partial, dtype=np.int64),

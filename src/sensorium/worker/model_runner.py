@@ -251,6 +251,7 @@ class ModelRunner:
                 table=self._table,
                 mrope=self._mrope.get(request.request_id),
                 is_long=started.is_long,
+                has_media=started.has_media,
             )
             self._grammars.start(request, started.output_token_ids)
         for scheduled in output.scheduled:
@@ -318,7 +319,7 @@ class ModelRunner:
         """Return the indices of the media items with embeddings that a request needs in a step."""
         start, features = entry.num_computed_tokens, state.request.mm_features
         if self._cross_group is not None:
-            return range(len(features)) if start == 0 else ()
+            return range(len(features)) if state.stores_media(start) else ()
         parts = get_gather_slices(features, start, start + entry.num_new_tokens)
         return [part.mm_index for part in parts]
 

@@ -93,7 +93,8 @@ class RequestState:
 
     `output_token_ids` are the tokens that it generated before, if it resumes. Its blocks are in a
     row of `table`. `mrope` is `None` if the model has no M-RoPE. With `is_long` the model uses its
-    rotary factors for long requests.
+    rotary factors for long requests. With `has_media`, the blocks of the request already hold the
+    keys and values of its media.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class RequestState:
         table: RequestTable,
         mrope: PromptPositions | None,
         is_long: bool = False,
+        has_media: bool = False,
     ) -> None:
         self.request = request
         self.params = request.sampling_params
@@ -120,6 +122,7 @@ class RequestState:
         # The number of media positions that layers with cross-attention attend to.
         features = () if table.cross_group is None else request.mm_features
         self.num_cross_positions = sum(f.mm_position.get_num_embeds() for f in features)
+        self._has_media = has_media
         self.row = table.take_row()
         table.num_cross_positions[self.row] = self.num_cross_positions
         self._table = table
@@ -188,6 +191,14 @@ class RequestState:
             output = self.token_ids.values[self.num_prompt_tokens :]
             row.banned_ranges = find_banned_times(self._timestamps, output)
         return row
+
+    def stores_media(self, start: int) -> bool:
+        """Return whether a step stores the keys and values of the media for cross-attention.
+
+        `start` is the first token of the request in the step. Only the first step stores them, and
+        not if another request has stored the same.
+        """
+        return start == 0 and not self._has_media
 
     def add_blocks(self, new_block_ids: BlockIds) -> None:
         self._table.add_blocks(self.row, new_block_ids)

@@ -208,6 +208,35 @@ def test_encoder_decoder_hears_everything_in_its_first_step() -> None:
     driver.finish_step(output, token_id=1)
 
 
+def test_encoder_decoder_finds_the_keys_and_values_of_a_known_sound() -> None:
+    driver = make_driver(is_encoder_decoder=True)
+
+    def start(name: str, item: str, cache_salt: str | None = None) -> tuple[bool, list[str]]:
+        driver.add(
+            make_request(
+                name,
+                item,
+                (1,) * 4,
+                is_encoder_decoder=True,
+                cache_salt=cache_salt,
+                sampling_params=tokens(1),
+            )
+        )
+        output = driver.schedule()
+        driver.finish_step(output, token_id=1)
+        (started,) = output.started
+        return started.has_media, get_encoded(output).get(name, [])
+
+    assert start("a", "six") == (False, ["six"])
+    assert start("b", "six") == (True, [])
+    assert start("c", "nine") == (False, ["nine"])
+    assert start("d", "six", "salt") == (False, ["six/None/'salt'"])
+    statistics = driver.encoder_cache.statistics()
+    assert (statistics.num_queries, statistics.num_hits) == (4, 1)
+    driver.kv_cache.clear_cache()
+    assert start("e", "six") == (False, ["six"])
+
+
 def test_encoder_decoder_starts_at_zero_although_its_prompt_is_cached() -> None:
     driver = make_driver(is_encoder_decoder=True)
     for name in "ab":

@@ -37,8 +37,8 @@ class CrossRow:
 class CrossTables:
     """Where one group of layers keeps the keys and values of media.
 
-    `slot_mapping` has a place for each new position: those of the requests that begin in this step,
-    one after the other. The last two have an entry for each token of the step.
+    `slot_mapping` has a place for each position that this step stores, one request after the other.
+    The last two have an entry for each token of the step.
     """
 
     rows: Sequence[CrossRow]
