@@ -8,10 +8,12 @@ They run in turn, several times, in one process with the same number of threads.
 neighbours in time, and all figures are medians. Beside the time that has passed stands that of the
 processors, which other programs on the machine disturb less.
 
-again: `LLM.transcribe` of a file for the first time and for the second, and how often a file is
+again: `LLM.transcribe` of files for the first time and for the second, and how often a file is
 decoded, features are computed and the encoder is run in each.
 
-python benchmarks/speech.py [--model DIRECTORY] [--rounds N] [--threads N] [--record]
+With --random the weights are random, and DIRECTORY needs a config and a tokenizer only.
+
+python benchmarks/speech.py [--model DIRECTORY [--random]] [--device cuda] [--rounds N] [--record]
 
 The last line of the output is JSON.
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
 import statistics
 import sys
 from collections import Counter
@@ -29,6 +32,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 from typing import Any
 from unittest.mock import patch
@@ -77,11 +81,11 @@ class Times:
 class Reference:
     """Transformers' model and feature extractor."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str) -> None:
         model: Any = transformers.WhisperForConditionalGeneration.from_pretrained(
             directory, dtype=torch.float32
         )
-        self._model = model.eval()
+        self._model = model.eval().to(device)
         self._extractor = transformers.WhisperFeatureExtractor.from_pretrained(directory)
         config = model.generation_config
         self.prompt = [config.decoder_start_token_id, config.no_timestamps_token_id]
@@ -92,7 +96,7 @@ class Reference:
         sound = self._extractor(clips.sounds, sampling_rate=RATE, return_tensors="pt")
         length = max(clips.lengths)
         tokens = self._model.generate(
-            sound.input_features,
+            sound.input_features.to(self._model.device),
             max_new_tokens=length,
             min_new_tokens=length,
             do_sample=False,
@@ -206,8 +210,8 @@ def counting(llm: LLM) -> Iterator[Counter[str]]:
         yield counter
 
 
-def measure_again(llm: LLM, num_rounds: int) -> dict[str, Any]:
-    """Transcribe files twice, each time to the same number of tokens."""
+def measure_again(llm: LLM, size: int, num_rounds: int) -> dict[str, Any]:
+    """Transcribe as many files at once twice, each time to the same number of tokens."""
     speech = llm._speech
     assert isinstance(speech, WhisperModel)
     settings = replace(speech.settings, temperatures=(0.0,), max_new_tokens=NUM_TOKENS)
@@ -220,45 +224,51 @@ def measure_again(llm: LLM, num_rounds: int) -> dict[str, Any]:
     llm.transcribe([(warm, RATE)], use_tqdm=False, sampling=sampling)
     with counting(llm) as counter:
         for _ in range(num_rounds):
-            file = io.BytesIO()
-            soundfile.write(
-                file, make_clips(1, is_mixed=False).sounds[0], RATE, "PCM_16", format="FLAC"
-            )
+            files: list[Any] = [make_file(each) for each in make_clips(size, is_mixed=False).sounds]
             for name, times in (("first", first), ("second", second)):
                 counter.clear()
                 clock, processors = perf_counter(), process_time()
-                (found,) = llm.transcribe(file.getvalue(), use_tqdm=False, sampling=sampling)
+                transcripts = llm.transcribe(files, use_tqdm=False, sampling=sampling)
                 times.clock.append(perf_counter() - clock)
                 times.processors.append(process_time() - processors)
                 counts[name] += counter
-                assert found.usage.num_output_tokens == NUM_TOKENS
-    return {
+                for found in transcripts:
+                    assert found.usage.num_output_tokens == NUM_TOKENS
+    llm._speech = speech
+    figures = {
         "first_ms": round(1e3 * statistics.median(first.clock), 1),
         "second_ms": round(1e3 * statistics.median(second.clock), 1),
         "ratio": get_ratio(first.clock, second.clock),
         "ratio_of_processor_time": get_ratio(first.processors, second.processors),
-        "num_files": num_rounds,
+        "num_files": num_rounds * size,
         "calls": {
             name: {part: seen[part] for part in ("decoded", "features", "encoded")}
             for name, seen in counts.items()
         },
     }
+    print(f"{size} clips, again: {json.dumps(figures)}", flush=True)
+    return figures
+
+
+def make_file(samples: Samples) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE, "PCM_16", format="FLAC")
+    return file.getvalue()
 
 
 def measure(
-    directory: Path, num_rounds: int, sizes: tuple[int, ...], **options: Any
+    directory: Path, num_rounds: int, sizes: tuple[int, ...], device: str, **options: Any
 ) -> dict[str, Any]:
-    reference = Reference(directory)
-    with LLM(directory, max_num_seqs=max(SIZES), dtype="float32", device="cpu", **options) as llm:
+    reference = Reference(directory, device)
+    with LLM(directory, max_num_seqs=max(SIZES), dtype="float32", device=device, **options) as llm:
         warm = make_clips(1, is_mixed=False)
         reference.run(warm)
         run_ours(llm, reference.prompt, warm)
         figures: dict[str, Any] = {"num_threads": torch.get_num_threads(), "clip_s": CLIP_S}
-        figures["again"] = measure_again(llm, 2 * num_rounds)
-        print(json.dumps(figures["again"]), flush=True)
         for size in sizes:
             # Few clips are soon done, and vary more.
             rounds = num_rounds * (3 if size == 1 else 1)
+            figures.setdefault("again", {})[str(size)] = measure_again(llm, size, rounds)
             for is_mixed in (False, True) if size > 1 else (False,):
                 kind = "mixed" if is_mixed else "equal"
                 figures.setdefault(kind, {})[str(size)] = measure_size(
@@ -267,11 +277,25 @@ def measure(
     return figures
 
 
+def make_random(source: Path, folder: Path) -> Path:
+    """Make a checkpoint with random weights from a config and a tokenizer."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig.from_pretrained(folder)
+    model: Any = transformers.WhisperForConditionalGeneration(config)
+    generation = transformers.GenerationConfig.from_pretrained(folder)
+    model.generation_config = generation  # a new model has another one, which would replace it
+    model.save_pretrained(folder)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", type=Path, help="a Whisper (default: tiny.en, fetched)")
+    parser.add_argument("--random", action="store_true", help="give it random weights")
+    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
     parser.add_argument("--rounds", type=int, default=3, help="of each (default 3)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="clips at once")
     parser.add_argument("--threads", type=int, help="of torch, for all (default: torch's own)")
@@ -285,14 +309,19 @@ def main() -> None:
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     directory = arguments.model or fetch("whisper")
-    figures = measure(
-        directory,
-        arguments.rounds,
-        tuple(arguments.sizes),
-        max_num_encoder_embeds=arguments.max_num_encoder_embeds,
-    )
+    with TemporaryDirectory() as folder:
+        if arguments.random:
+            directory = make_random(directory, Path(folder) / "whisper")
+        figures = measure(
+            directory,
+            arguments.rounds,
+            tuple(arguments.sizes),
+            arguments.device,
+            max_num_encoder_embeds=arguments.max_num_encoder_embeds,
+        )
     if arguments.record:
-        print(f"record: {write_record('speech', figures).name}")
+        name = "speech" if arguments.device == "cpu" else "speech_cuda"
+        print(f"record: {write_record(name, figures).name}")
     print(json.dumps(figures))
 
 

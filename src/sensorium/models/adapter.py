@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.nn import functional
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sensorium.layers.kv_layout import LayerSpec
@@ -49,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 # The values in Transformers' `mm_token_type_ids`. Text is 0.
 _TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
+# MKL multiplies so many rows by a large matrix up to three times slower than 16 rows.
+_SLOW_NUM_ROWS = range(4, 16)
+_HAS_MKL = torch.backends.mkl.is_available()
 
 
 class ModelAdapter:
@@ -152,7 +156,10 @@ class ModelAdapter:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return float32 logits [B, vocabulary] of hidden states, scaled as the model does it."""
-        logits = self._head(hidden).float()
+        num_rows = len(hidden)
+        if num_rows in _SLOW_NUM_ROWS and hidden.device.type == "cpu" and _HAS_MKL:
+            hidden = functional.pad(hidden, (0, 0, 0, _SLOW_NUM_ROWS.stop - num_rows))
+        logits = self._head(hidden)[:num_rows].float()
         return self._scale(logits) if self._scales_logits else logits
 
     def _scale(self, logits: torch.Tensor) -> torch.Tensor:

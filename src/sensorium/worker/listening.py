@@ -13,7 +13,7 @@ import torch
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.request import SpeechFindings
-from sensorium.utils.arrays import Download
+from sensorium.utils.arrays import Download, to_device
 from sensorium.worker.input_batch import Row
 from sensorium.worker.request_states import RequestState
 
@@ -87,26 +87,35 @@ class Listener:
 
     def finish(self, hidden: torch.Tensor) -> Findings:
         """Score tokens by the hidden states [N, width] of a step, and return what is complete."""
+        self._score(hidden)
         tensors: dict[str, torch.Tensor] = {}
         names: list[str] = []
-        start = 0
         for scheduled, state in self._rows:
-            if state.params.speech is not None and state.num_output_tokens == 0:
-                first = scheduled.num_computed_tokens
-                self._score(hidden[start : start + scheduled.num_new_tokens], first, state)
-                if scheduled.is_sampled:
-                    names.append(scheduled.request_id)
-                    tensors |= self._take(scheduled.request_id, state)
-            start += scheduled.num_new_tokens
+            is_first = state.params.speech is not None and state.num_output_tokens == 0
+            if is_first and scheduled.is_sampled:
+                names.append(scheduled.request_id)
+                tensors |= self._take(scheduled.request_id, state)
         return Findings(tensors, names) if names else NO_FINDINGS
 
-    def _score(self, hidden: torch.Tensor, first: int, state: RequestState) -> None:
-        """Compute the log-probability that a request asks for, if its position is in this step."""
-        scored = None if state.params.speech is None else state.params.speech.scored_token
-        if scored is not None and first <= scored[0] < first + len(hidden):
-            index, token_id = scored
-            logits = self._adapter.logits(hidden[index - first][None])[0]
-            state.scored_logprob = logits.log_softmax(-1)[token_id]
+    def _score(self, hidden: torch.Tensor) -> None:
+        """Compute the log-probabilities that requests ask for at positions of this step."""
+        places: list[int] = []  # rows of `hidden`
+        scored: list[tuple[RequestState, int]] = []
+        start = 0
+        for scheduled, state in self._rows:
+            asked = None if state.params.speech is None else state.params.speech.scored_token
+            if asked is not None and state.num_output_tokens == 0:
+                offset = asked[0] - scheduled.num_computed_tokens
+                if 0 <= offset < scheduled.num_new_tokens:
+                    places.append(start + offset)
+                    scored.append((state, asked[1]))
+            start += scheduled.num_new_tokens
+        if not places:
+            return
+        chosen = hidden.index_select(0, to_device(torch.tensor(places), hidden.device))
+        logprobs = self._adapter.logits(chosen).log_softmax(-1)
+        for row, (state, token_id) in enumerate(scored):
+            state.scored_logprob = logprobs[row, token_id]
 
     def _take(self, name: str, state: RequestState) -> dict[str, torch.Tensor]:
         tensors = {}
