@@ -55,10 +55,12 @@ class KVCache:
                 num_kv_heads, key_dim, value_dim = shape
                 layers = [x for x in own if (x.num_kv_heads, x.key_dim, x.value_dim) == shape]
                 size = (len(layers), group.num_blocks, block_size, num_kv_heads)
+                is_by_head = group.is_cross and device.type == "cpu"
+                make = _make_zeros_by_head if is_by_head else _make_zeros
                 stack = _Stack(
                     group_index=group_index,
-                    keys=_make_zeros(*size, key_dim, dtype=dtype, device=device),
-                    values=_make_zeros(*size, value_dim, dtype=dtype, device=device),
+                    keys=make(*size, key_dim, dtype=dtype, device=device),
+                    values=make(*size, value_dim, dtype=dtype, device=device),
                 )
                 self._stacks.append(stack)
                 for place, layer in enumerate(layers):
@@ -112,3 +114,13 @@ def _make_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.
     buffer = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8))
     start = -buffer.data_ptr() % _ALIGNMENT
     return buffer[start : start + num_bytes].view(dtype).view(shape)
+
+
+def _make_zeros_by_head(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros [layers, blocks, block_size, K, D] in which each head lies in one piece.
+
+    A token attends to all positions of its media, so a CPU reads them faster in this order.
+    """
+    layers, blocks, block_size, heads, width = shape
+    zeros = _make_zeros(layers, heads, blocks, block_size, width, dtype=dtype, device=device)
+    return zeros.permute(0, 2, 3, 1, 4)
