@@ -302,7 +302,8 @@ def main() -> None:
     parser.add_argument(
         "--max-num-encoder-embeds", type=int, help="of a step of ours (default: the engine's)"
     )
-    parser.add_argument("--record", action="store_true", help="write records/speech.json")
+    parser.add_argument("--record", action="store_true", help="write a record")
+    parser.add_argument("--commit", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()  # it warns of each length that is given
     transformers.utils.logging.disable_progress_bar()
@@ -321,7 +322,7 @@ def main() -> None:
         )
     if arguments.record:
         name = "speech" if arguments.device == "cpu" else "speech_cuda"
-        print(f"record: {write_record(name, figures).name}")
+        print(f"record: {write_record(name, figures, commit=arguments.commit).name}")
     print(json.dumps(figures))
 
 
