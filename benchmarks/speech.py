@@ -210,7 +210,7 @@ def counting(llm: LLM) -> Iterator[Counter[str]]:
         yield counter
 
 
-def measure_again(llm: LLM, size: int, num_rounds: int) -> dict[str, Any]:
+def measure_again(llm: LLM, size: int, num_rounds: int, *, has_files: bool) -> dict[str, Any]:
     """Transcribe as many files at once twice, each time to the same number of tokens."""
     speech = llm._speech
     assert isinstance(speech, WhisperModel)
@@ -224,7 +224,8 @@ def measure_again(llm: LLM, size: int, num_rounds: int) -> dict[str, Any]:
     llm.transcribe([(warm, RATE)], use_tqdm=False, sampling=sampling)
     with counting(llm) as counter:
         for _ in range(num_rounds):
-            files: list[Any] = [make_file(each) for each in make_clips(size, is_mixed=False).sounds]
+            sounds = make_clips(size, is_mixed=False).sounds
+            files: list[Any] = [make_file(s) if has_files else (s, RATE) for s in sounds]
             for name, times in (("first", first), ("second", second)):
                 counter.clear()
                 clock, processors = perf_counter(), process_time()
@@ -257,7 +258,13 @@ def make_file(samples: Samples) -> bytes:
 
 
 def measure(
-    directory: Path, num_rounds: int, sizes: tuple[int, ...], device: str, **options: Any
+    directory: Path,
+    num_rounds: int,
+    sizes: tuple[int, ...],
+    device: str,
+    *,
+    has_files: bool,
+    **options: Any,
 ) -> dict[str, Any]:
     reference = Reference(directory, device)
     with LLM(directory, max_num_seqs=max(SIZES), dtype="float32", device=device, **options) as llm:
@@ -268,7 +275,9 @@ def measure(
         for size in sizes:
             # Few clips are soon done, and vary more.
             rounds = num_rounds * (3 if size == 1 else 1)
-            figures.setdefault("again", {})[str(size)] = measure_again(llm, size, rounds)
+            figures.setdefault("again", {})[str(size)] = measure_again(
+                llm, size, rounds, has_files=has_files
+            )
             for is_mixed in (False, True) if size > 1 else (False,):
                 kind = "mixed" if is_mixed else "equal"
                 figures.setdefault(kind, {})[str(size)] = measure_size(
@@ -302,6 +311,9 @@ def main() -> None:
     parser.add_argument(
         "--max-num-encoder-embeds", type=int, help="of a step of ours (default: the engine's)"
     )
+    parser.add_argument(
+        "--samples", action="store_true", help="give samples, not files, where PyAV is missing"
+    )
     parser.add_argument("--record", action="store_true", help="write a record")
     parser.add_argument("--commit", help="the commit that is measured, where there is no git")
     arguments = parser.parse_args()
@@ -318,6 +330,7 @@ def main() -> None:
             arguments.rounds,
             tuple(arguments.sizes),
             arguments.device,
+            has_files=not arguments.samples,
             max_num_encoder_embeds=arguments.max_num_encoder_embeds,
         )
     if arguments.record:
