@@ -97,6 +97,7 @@ class Request:
         self._block_size = block_size
         self._long_after = long_after
         self._block_hashes: list[bytes] = []
+        self._media_hash: bytes | None = None
         self._hash_root = self._make_hash_root()
         self._encoder_key_suffix = core_request.encoder_key_suffix
         max_tokens = self.sampling_params.max_tokens
@@ -311,8 +312,10 @@ class Request:
         They depend on the media alone. The number of positions is part of the name, because the
         last block may not be full.
         """
-        keys = [(self.get_encoder_key(i), 0) for i in range(len(self.mm_features))]
-        return hash_block(_MEDIA_ROOT, (self.num_cross_positions, index), keys)
+        if self._media_hash is None:
+            keys = [(self.get_encoder_key(i), 0) for i in range(len(self.mm_features))]
+            self._media_hash = hash_block(_MEDIA_ROOT, (self.num_cross_positions,), keys)
+        return self._media_hash + struct.pack("<q", index)
 
     def _make_block_hash(self, index: int) -> bytes:
         start = index * self._block_size

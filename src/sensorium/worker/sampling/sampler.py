@@ -131,7 +131,11 @@ class Sampler:
             marked = marked.masked_fill(is_all_banned, -2)
         if "ruled_rows" in tensors:  # log-probabilities after the rules
             ruled = tensors["ruled_rows"]
-            logits = logits.index_copy(0, ruled, edited.index_select(0, ruled))
+            logits = (
+                edited
+                if len(ruled) == len(rows)
+                else logits.index_copy(0, ruled, edited.index_select(0, ruled))
+            )
         return Sampling(marked, rows, _compute_logprobs(logits, token_ids, tensors, rows))
 
 
@@ -165,8 +169,6 @@ def _compute_logprobs(
     if "logprobs_rows" not in tensors:
         return {}
     index = tensors["logprobs_rows"]
-    return compute_logprobs(
-        logits.index_select(0, index),
-        token_ids.index_select(0, index),
-        has_top=any(row.params.logprobs for row in rows),
-    )
+    if len(index) < len(rows):
+        logits, token_ids = logits.index_select(0, index), token_ids.index_select(0, index)
+    return compute_logprobs(logits, token_ids, has_top=any(row.params.logprobs for row in rows))
