@@ -138,6 +138,11 @@ class Request:
         )
 
     @property
+    def waits_for_token(self) -> bool:
+        """Whether the host has to read a token of the step under way before the next one."""
+        return self._is_token_read and self.num_due_tokens > 0
+
+    @property
     def is_decoding(self) -> bool:
         """Whether all tokens but the last one are computed, or are in the step under way."""
         num_tokens = len(self.token_ids) + self.num_due_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
@@ -94,12 +95,14 @@ def make_core(runner: FakeRunner, *, overlap: bool = False) -> EngineCore:
 
 
 def make_request(
-    request_id: str, *hashes: str, num_tokens: int = 6, max_tokens: int = 2
+    request_id: str, *hashes: str, num_tokens: int = 6, max_tokens: int = 2, penalty: float = 0.0
 ) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=(5,) * num_tokens,
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, presence_penalty=penalty
+        ),
         mm_features=tuple(
             MultiModalFeatureSpec(
                 modality="image", mm_hash=mm_hash, mm_position=PlaceholderRange(2 * index, 2)
@@ -284,6 +287,34 @@ def test_a_first_token_that_is_there_at_once_is_not_kept_back(
         progress.append((len(runner.steps), runner.num_finished, tokens))
     # Only the step with the prompt was finished before the next one was launched.
     assert progress == [(1, 1, [(1,)]), (2, 1, []), (3, 2, [(1,)]), (4, 4, [(1,)])]
+    check_idle(overlapped, runner)
+
+
+def test_requests_that_wait_for_their_tokens_share_steps(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    # With a penalty the host has to read each token.
+    add(overlapped, make_request("a", max_tokens=9, penalty=0.5))
+    overlapped.step()
+    add(overlapped, make_request("b", max_tokens=9, penalty=0.5))
+    run(overlapped)
+    sizes = [len(step.scheduled) for step in runner.steps if not step.is_empty]
+    assert sizes == [1, *[2] * 8, 1]
+    check_idle(overlapped, runner)
+
+
+def test_few_requests_that_wait_hold_up_no_others(
+    overlapped: EngineCore, runner: FakeRunner
+) -> None:
+    overlapped.scheduler.limits = replace(overlapped.scheduler.limits, max_num_seqs=3)
+    add(overlapped, make_request("a", max_tokens=9), make_request("b", max_tokens=9))
+    add(overlapped, make_request("c", num_tokens=2, max_tokens=9, penalty=0.5))
+    num_unread = []
+    for _ in range(5):
+        overlapped.step()
+        num_unread.append(len(runner.steps) - runner.num_finished)
+    assert num_unread == [1] * 5
+    run(overlapped)
     check_idle(overlapped, runner)
 
 

@@ -153,6 +153,8 @@ class EngineCore:
             raise InvariantError(
                 f"none of {len(self.scheduler.requests)} requests ran in {_MAX_IDLE_STEPS} steps"
             )
+        if self._under_way is not None and self._is_held_up():
+            self._kept += self._finish_last()
         plan = self.scheduler.schedule()
         is_idle = plan.is_empty and self.has_requests and self._under_way is None
         self._num_idle_steps = self._num_idle_steps + 1 if is_idle else 0
@@ -173,6 +175,16 @@ class EngineCore:
             self._kept = outputs
             raise
         return outputs + self._finish_last() if is_finished_now else outputs
+
+    def _is_held_up(self) -> bool:
+        """Return whether at least half of the running requests wait for the step under way.
+
+        Without them the next step would be half empty. And they would never meet the others again,
+        because those would then wait for that step.
+        """
+        running = self.scheduler.running
+        num_waiting = sum(request.waits_for_token for request in running)
+        return num_waiting > 0 and 2 * num_waiting >= len(running)
 
     def _is_short(self, plan: SchedulerOutput, launched: LaunchedStep) -> bool:
         """Return whether a step with first tokens is done a moment after its launch.
