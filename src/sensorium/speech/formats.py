@@ -167,6 +167,13 @@ def as_vtt(segments: Iterable[Segment]) -> str:
     return "\n".join(["WEBVTT\n", *blocks])
 
 
+def as_plain(transcript: Transcript, form: SpeechFormat) -> str:
+    """Return a transcript in one of the formats that are not JSON: text, srt or vtt."""
+    if form == "text":
+        return as_text(transcript)
+    return as_srt(transcript.segments) if form == "srt" else as_vtt(transcript.segments)
+
+
 def get_text(transcript: Transcript) -> str:
     """Return the whole text of a transcript, without white space around it."""
     return transcript.text.strip()

@@ -40,10 +40,8 @@ from sensorium.speech.formats import (
     SpeechLogprob,
     TextDeltas,
     as_json,
-    as_srt,
-    as_text,
+    as_plain,
     as_verbose,
-    as_vtt,
     make_logprobs,
 )
 from sensorium.speech.options import SpeechOptions
@@ -304,11 +302,5 @@ def _make_response(transcript: Transcript, work: _Work) -> Response:
             transcript, has_segments=options.needs_segments, has_words=options.needs_words
         )
     else:
-        return PlainTextResponse(_write(transcript, work.format))
+        return PlainTextResponse(as_plain(transcript, work.format))
     return make_response(answer)
-
-
-def _write(transcript: Transcript, form: SpeechFormat) -> str:
-    if form == "text":
-        return as_text(transcript)
-    return as_srt(transcript.segments) if form == "srt" else as_vtt(transcript.segments)
