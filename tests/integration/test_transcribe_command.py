@@ -141,7 +141,7 @@ def test_a_file_that_fails_is_named_and_the_others_are_transcribed(
     assert result.out == "\n".join(folder.get_blocks()[:2])
     lines = result.err.splitlines()
     assert "sensorium: missing.wav: can't be read: No such file or directory" in lines
-    assert "sensorium: .: can't be read: it is a directory" in lines
+    assert lines[1].startswith("sensorium: .: can't be read: it is a directory")
     (letter,) = (line for line in lines if "letter.wav" in line)
     assert re.fullmatch(r"sensorium: letter\.wav: .*can't be opened as a sound.*", letter)
     assert len(lines) == 3

@@ -50,7 +50,7 @@ class SoundFile:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             return f"can't be read: {reason}"
         if is_folder:
-            return "can't be read: it is a directory"
+            return "can't be read: it is a directory (a model is named with --model)"
         return "" if os.access(self.name, os.R_OK) else "can't be read: Permission denied"
 
     def get_source(self) -> Path | str | bytes:
