@@ -53,12 +53,13 @@ class Browser:
     def close(self) -> None:
         self.driver.quit()
 
-    def open(self, server: ServerProcess, max_tokens: int = 6) -> None:
+    def open(self, server: ServerProcess, max_tokens: int | None = 6) -> None:
         self._origin = server.get_url()
         self._allowed_status = 0
         self.driver.get(server.get_url("/"))
         wait_until(lambda: self.run(_HAS_BEGUN), "the page knows the model, or why not", _TIMEOUT_S)
-        self.set_max_tokens(max_tokens)
+        if max_tokens is not None:
+            self.set_max_tokens(max_tokens)
 
     def set_max_tokens(self, number: int) -> None:
         field = self.find("#max-tokens")
@@ -88,11 +89,15 @@ class Browser:
     def drop(self, path: Path) -> None:
         """Drop a file on the page, with the events that a window system would send."""
         num_before = len(self.find_all("#media li"))
+        self.drag(path)
+        self.wait_for_attached(num_before + 1)
+
+    def drag(self, path: Path) -> None:
+        """Drop a file on the page, and don't wait for what it does."""
         dragged = {"items": [], "files": [str(path)], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             event = {"type": kind, "x": 300, "y": 200, "data": dragged}
             self.driver.execute_cdp_cmd("Input.dispatchDragEvent", event)
-        self.wait_for_attached(num_before + 1)
 
     def wait_for_attached(self, number: int) -> None:
         wait_until(lambda: len(self.find_all("#media li")) == number, "it is attached", _TIMEOUT_S)

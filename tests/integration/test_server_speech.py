@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import shutil
 import socket
 import struct
 from collections.abc import Callable, Iterator
@@ -23,9 +21,9 @@ import pytest
 import srt
 import webvtt
 from openai import OpenAI
-from safetensors.torch import load_file, save_file
 
 from tests.integration.fault_load import wait_until_idle
+from tests.integration.speaking import SHORT_S, make_brief, make_wav
 from tests.parity.cases import make_audio
 from tests.support.media import make_clip, make_pixels, write_image, write_sound, write_video
 from tests.support.server import ServerProcess, serve
@@ -36,32 +34,9 @@ MODEL = "tiny"
 ROUTE = "/v1/audio/transcriptions"
 SEED = {"seed": 1}
 LANGUAGES = {"english", "german", "french", "chinese"}
-SHORT_S, LONG_S = 2.5, 7.0  # the model's windows have 3 s
+LONG_S = 7.0
 _MAX_UPLOAD_MB = 1
-_END_FACTOR = 6.0  # makes texts of a few tokens instead of all that a window has room for
-
-
-def make_wav(seconds: float = SHORT_S, *, seed: int = 0) -> bytes:
-    return write_sound(make_audio(seconds, seed=seed), "WAV", "PCM_16")
-
-
 SHORT, LONG = make_wav(), make_wav(LONG_S)
-
-
-def make_brief(source: str, directory: Path) -> Path:
-    """Make a copy of a tiny Whisper that ends its texts soon, and accepts its first attempts.
-
-    Otherwise each window takes the six attempts of a text that is too unlikely, of 90 tokens each.
-    """
-    shutil.copytree(source, directory)
-    weights = load_file(directory / "model.safetensors")
-    end = json.loads((directory / "config.json").read_text())["eos_token_id"]
-    weights["proj_out.weight"][end] *= _END_FACTOR
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    path = directory / "generation_config.json"
-    accepting = {"logprob_threshold": -1e3, "compression_ratio_threshold": 1e3}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **accepting}))
-    return directory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from sensorium.cli.chat import add_chat, add_generate
 from sensorium.cli.flags import take_late_words
 from sensorium.cli.models import add_models
 from sensorium.cli.serve import add_demo, add_serve
+from sensorium.cli.transcribe import add_transcribe
 from sensorium.types.errors import SensoriumError
 
 
@@ -77,7 +78,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sensorium {sensorium.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add_command in (add_serve, add_chat, add_generate, add_models, add_demo):
+    for add_command in (
+        add_serve,
+        add_chat,
+        add_generate,
+        add_transcribe,
+        add_models,
+        add_demo,
+    ):
         add_command(commands)
     for command in commands.choices.values():
         command.set_defaults(parser=command)

@@ -304,13 +304,18 @@ def read_media(source: str) -> bytes | str:
 
     Raises a `RequestError` if the file can't be read.
     """
-    if source.lower().startswith(_URL_SCHEMES):
+    if is_address(source):
         return source
     try:
         return Path(source).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RequestError(f"{source} can't be read: {reason}") from error
+
+
+def is_address(source: str) -> bool:
+    """Return whether media is named by a URL, and not by the path of a file."""
+    return source.lower().startswith(_URL_SCHEMES)
 
 
 # ---- positional arguments: a model, which may be left out, and questions or prompts
@@ -332,7 +337,7 @@ def take_late_words(arguments: argparse.Namespace, rest: list[str]) -> None:
     `rest` has the arguments that argparse did not recognize. Before Python 3.12 argparse leaves
     such positional arguments there.
     """
-    while hasattr(arguments, "words") and rest and not rest[0].startswith("-"):
+    while hasattr(arguments, "words") and rest and (rest[0] == "-" or rest[0][:1] != "-"):
         arguments.words.append(rest.pop(0))
 
 

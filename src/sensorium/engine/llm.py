@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.engine.build.builder import build_engine
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
+from sensorium.engine.failures import make_failure, raise_first_error
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import (
     Chat,
@@ -32,20 +31,18 @@ from sensorium.engine.inputs.renderer import (
 from sensorium.engine.speech.batch import (
     TranscribeKwargs,
     TranscriptBatch,
-    make_items,
+    finish_transcripts,
     make_options,
 )
 from sensorium.engine.speech.models import read_speech_model
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.render.prompts import as_params, as_prompts
-from sensorium.speech.transcript import Transcript
-from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.speech.transcript import Transcript, TranscriptDelta
+from sensorium.types.errors import RequestError, SensoriumError
 from sensorium.types.options import check_names, make_group, takes_options
 from sensorium.types.outputs import CompletionOutput, RequestDelta, RequestOutput
 from sensorium.types.request import FinishReason, Prompt
 from sensorium.types.sampling import SamplingParams
-
-logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -170,12 +167,7 @@ class LLM:
             outputs, final = self._driver.outputs, None
             while final is None:
                 if (delta := outputs.take_delta(request_id)) is None:
-                    child_ids = outputs.get_child_ids((request_id,))
-                    if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
-                        raise RequestError(
-                            "the request was ended by an interruption, such as Ctrl-C"
-                        )
-                    self._step()
+                    self._step_streams((request_id,))
                     continue
                 final = delta.final
                 if final is not None and final.error is not None:
@@ -201,31 +193,48 @@ class LLM:
         return self.stream(chats[0], sampling_params)
 
     def transcribe(
-        self, sounds: Any, *, use_tqdm: bool = True, **options: Unpack[TranscribeKwargs]
+        self,
+        sounds: Any,
+        *,
+        use_tqdm: bool = True,
+        return_errors: bool = False,
+        **options: Unpack[TranscribeKwargs],
     ) -> list[Transcript]:
         """Write down what is said in one sound or in a list of sounds, and return the transcripts.
 
         A sound is the path of a file, an address, the bytes of a file, or a pair of samples and
         their rate. It may have any length. The sounds of one call are computed together. `options`
-        are those of `sensorium.speech.options.SpeechOptions`. Raises a `RequestError` if the model
-        is no speech model, or if a sound can't be decoded.
+        are those of `sensorium.speech.options.SpeechOptions`. Errors are handled as in `generate`.
+        """
+        with closing(self.stream_transcripts(sounds, **options)) as deltas:
+            results = finish_transcripts(deltas, use_tqdm=use_tqdm)
+        if not return_errors:
+            raise_first_error(results, "sounds")
+        return results
+
+    def stream_transcripts(
+        self, sounds: Any, **options: Unpack[TranscribeKwargs]
+    ) -> Generator[TranscriptDelta, None, None]:
+        """Yield the parts of the transcripts of one sound or a list of sounds when they are final.
+
+        Sounds and options are those of `transcribe`. The last delta of each sound has its whole
+        transcript as `final`; if the sound failed, that has an `error`, and the others go on. Raise
+        a `RequestError` at once if the model can't transcribe, or not with these options. Closing
+        the generator aborts the transcripts that have not ended.
         """
         self._check_open()
         if self._speech is None:
-            raise RequestError("this model is no speech model, so it can't transcribe")
+            raise RequestError("this model does not transcribe sounds")
         batch = TranscriptBatch(
             self._speech,
             self.perception.readonly,
-            make_options(options),
-            add=self._add,
-            step=self._step,
+            make_options(options, self._speech),
+            add=partial(self._add, is_streamed=True),
+            step=self._finish_streams,
+            abort=self._abort,
             max_running=2 * self.config.limits.max_num_seqs,
         )
-        try:
-            with tqdm(disable=not use_tqdm, unit="s", desc="transcribe") as bar:
-                return batch.run(make_items(sounds), bar)
-        finally:
-            self._abort_returned()
+        return batch.run(sounds if isinstance(sounds, list) else [sounds])
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -246,14 +255,8 @@ class LLM:
                 outputs = batch.finish(bar)
         finally:
             batch.close()
-        failed = [(i, output.error) for i, output in enumerate(outputs) if output.error]
-        if failed and not return_errors:
-            index, error = failed[0]
-            raised = copy.copy(error)
-            if len(entries) > 1:
-                raised.path = ("prompts", index, *error.path)
-            raised.outputs = tuple(outputs)
-            raise raised from error
+        if not return_errors:
+            raise_first_error(outputs, "prompts")
         return outputs
 
     def _add(
@@ -335,6 +338,28 @@ class LLM:
                 finished += failure.finished
         return finished
 
+    def _step_streams(self, request_ids: Collection[str]) -> None:
+        """Compute one step of the engine for streamed requests.
+
+        Raise a `RequestError` if the core has none of them, because no step would end them.
+        """
+        child_ids = self._driver.outputs.get_child_ids(request_ids)
+        if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
+            raise RequestError("the request was ended by an interruption, such as Ctrl-C")
+        self._step()
+
+    def _finish_streams(self, request_ids: Collection[str]) -> list[RequestOutput]:
+        """Return the outputs of those of these streamed requests that have ended.
+
+        If none has, one step of the engine is computed.
+        """
+        outputs = self._driver.outputs
+        finished = outputs.take_finals(request_ids)
+        if not finished:
+            self._step_streams(request_ids)
+            finished = outputs.take_finals(request_ids)
+        return finished
+
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests, given by their own ids or by the core's ids of their completions."""
         self.core.abort_requests((*self._driver.abort(request_ids), *request_ids))
@@ -414,14 +439,8 @@ class _Batch:
             entry.future.exception()  # waits; an interruption here leaves the entry in the queue
             self._preparing.popleft()
             self._index_of[self._llm._start(entry.future.result())] = entry.index
-        except RequestError as error:
-            return error
-        except CapacityError as error:
-            return RequestError(str(error))
-        except Exception as error:
-            # A bug fails this prompt only, not the others of the call.
-            logger.exception("prompt %d fails: it can't be prepared or started", entry.index)
-            return RequestError(f"internal error: {type(error).__name__}: {error}")
+        except Exception as error:  # a bug fails this prompt only, not the others of the call
+            return make_failure(error, f"prompt {entry.index}")
         return None
 
     def _prepare_some(self) -> None:

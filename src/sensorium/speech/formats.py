@@ -103,6 +103,31 @@ def as_text(transcript: Transcript) -> str:
     return get_text(transcript) + "\n"
 
 
+class TextDeltas:
+    """The text of a transcript in parts, as its segments come.
+
+    All parts joined are the text of `as_text` without its line end. White space at the end of a
+    part is held back until more text comes.
+    """
+
+    def __init__(self) -> None:
+        self.sent = ""
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """Return the next part, which may be empty, for the text of a segment."""
+        text = self._held + text
+        text = text if self.sent else text.lstrip()
+        part = text.rstrip()
+        self._held = text[len(part) :]
+        self.sent += part
+        return part
+
+    def finish(self, whole: str) -> str:
+        """Return the last part, which no segment had, for the whole text of the transcript."""
+        return whole[len(self.sent) :] if whole.startswith(self.sent) else ""
+
+
 def as_verbose(
     transcript: Transcript, *, has_segments: bool = True, has_words: bool = False
 ) -> VerboseSpeechAnswer:
@@ -140,6 +165,13 @@ def as_vtt(segments: Iterable[Segment]) -> str:
         for start, end, text in _make_cues(segments)
     ]
     return "\n".join(["WEBVTT\n", *blocks])
+
+
+def as_plain(transcript: Transcript, form: SpeechFormat) -> str:
+    """Return a transcript in one of the formats that are not JSON: text, srt or vtt."""
+    if form == "text":
+        return as_text(transcript)
+    return as_srt(transcript.segments) if form == "srt" else as_vtt(transcript.segments)
 
 
 def get_text(transcript: Transcript) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sensorium.types.errors import RequestError
+
 Task = Literal["transcribe", "translate"]
 
 
@@ -59,7 +61,7 @@ class SpeechUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transcript:
-    """The whole transcript of a sound."""
+    """The whole transcript of a sound, or the part before an error."""
 
     text: str
     task: Task
@@ -67,3 +69,15 @@ class Transcript:
     duration_s: float
     segments: tuple[Segment, ...]
     usage: SpeechUsage
+    error: RequestError | None = None  # why the sound could not be transcribed to its end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TranscriptDelta:
+    """The part of a transcript that was written down since the previous delta of a stream."""
+
+    index: int  # of the sound, in the list of the caller
+    segments: tuple[Segment, ...] = ()
+    done_s: float = 0.0  # the seconds of the sound that have been transcribed
+    duration_s: float = 0.0  # the seconds of the whole sound; 0 if it could not be decoded
+    final: Transcript | None = None  # the whole transcript, in its last delta only

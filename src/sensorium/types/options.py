@@ -35,8 +35,8 @@ Kind = Literal[
 # The commands that may have a flag for an option.
 SERVE = ("serve",)
 SERVERS = ("serve", "render")
-ENGINES = ("serve", "chat", "generate")
-ALL_COMMANDS = ("serve", "render", "chat", "generate")
+ENGINES = ("serve", "chat", "generate", "transcribe")
+ALL_COMMANDS = ("serve", "render", "chat", "generate", "transcribe")
 _KINDS: dict[type, Kind] = {bool: "switch", int: "integer", float: "number", str: "text"}
 _KEY = "option"
 Group = TypeVar("Group")

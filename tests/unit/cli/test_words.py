@@ -94,6 +94,7 @@ def test_words_may_stand_on_both_sides_of_flags(
         (["chat", "m", "--colour", "red"], "unrecognized arguments: --colour red"),
         (["models", "m", "n"], "unrecognized arguments: n"),
         (["generate"], "there is no prompt"),
+        (["transcribe"], "there is no file"),
     ],
 )
 def test_words_that_mean_nothing_are_wrong_usage(
@@ -109,7 +110,9 @@ def test_words_that_mean_nothing_are_wrong_usage(
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["serve", "render", "chat", "generate", "demo", "models"])
+@pytest.mark.parametrize(
+    "command", ["serve", "render", "chat", "generate", "transcribe", "demo", "models"]
+)
 def test_help_names_the_default(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -118,3 +121,8 @@ def test_help_names_the_default(
         cli.main()
     assert ended.value.code == 0
     assert MINI in capsys.readouterr().out
+
+
+def test_stdin_may_be_named_behind_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sensorium", "transcribe", "a.wav", "--format=srt", "-"])
+    assert cli._parse_arguments().words == ["a.wav", "-"]

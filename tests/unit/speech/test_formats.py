@@ -14,7 +14,14 @@ import webvtt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sensorium.speech.formats import as_json, as_srt, as_text, as_verbose, as_vtt
+from sensorium.speech.formats import (
+    TextDeltas,
+    as_json,
+    as_srt,
+    as_text,
+    as_verbose,
+    as_vtt,
+)
 from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript, Word
 
 
@@ -189,3 +196,13 @@ def test_verbose_json_has_what_was_asked_for() -> None:
 )
 def test_the_language_is_that_of_the_text(given: dict[str, Any], name: str) -> None:
     assert as_verbose(make_transcript(**given)).language == name
+
+
+@given(st.lists(st.text(st.sampled_from("a \n"), max_size=4)), st.booleans())
+def test_parts_of_a_text_are_the_whole_text(texts: list[str], is_empty: bool) -> None:
+    """Also if some segments are only white space, or if the text has no segments."""
+    whole = "".join(texts).strip()
+    deltas = TextDeltas()
+    parts = [] if is_empty else [deltas.add(text) for text in texts]
+    assert "".join([*parts, deltas.finish(whole)]) == whole
+    assert all(part == part.rstrip() for part in parts)

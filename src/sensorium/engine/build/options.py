@@ -22,7 +22,7 @@ from sensorium.types.options import ALL_COMMANDS, ENGINES, SERVE, SERVERS, check
 
 serve_option = partial(option, commands=SERVE)  # `serve` has a flag for it
 server_option = partial(option, commands=SERVERS)  # and so has `render`
-engine_option = partial(option, commands=ENGINES)  # `serve`, `chat` and `generate` have a flag
+engine_option = partial(option, commands=ENGINES)  # all commands that run a model have a flag
 common_option = partial(option, commands=ALL_COMMANDS)  # all of these commands have a flag
 
 

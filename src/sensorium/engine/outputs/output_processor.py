@@ -7,7 +7,7 @@ taken at any time, and the last one has the whole request.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -208,6 +208,15 @@ class OutputProcessor:
             deltas=deltas,
             final=state.final,
         )
+
+    def take_finals(self, request_ids: Collection[str]) -> list[RequestOutput]:
+        """Return the outputs of those of these streamed requests that have ended.
+
+        Deltas of these requests that were not taken before are dropped.
+        """
+        changed = [request_id for request_id in self._changed if request_id in request_ids]
+        deltas = [self.take_delta(request_id) for request_id in changed]
+        return [delta.final for delta in deltas if delta is not None and delta.final is not None]
 
     def _make_output(self, state: _RequestState, error: RequestError | None) -> RequestOutput:
         completions = tuple(state.completions.values())

@@ -1,28 +1,36 @@
-"""Transcribes sounds with an engine in the same process, all of one call together."""
+"""Transcribes sounds with an engine in the same process, all of one call together.
+
+A sound that fails costs the others nothing: its transcript has the error.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
 from tqdm import tqdm
 
+from sensorium.engine.failures import make_failure
 from sensorium.engine.speech.models import SpeechModel
 from sensorium.engine.speech.sounds import PromptScope, Sound, make_params, read_result
 from sensorium.multimodal.media import MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.speech.options import SpeechOptions
-from sensorium.speech.transcript import Segment, Task, Transcript
+from sensorium.speech.transcript import Segment, SpeechUsage, Task, Transcript, TranscriptDelta
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
-from sensorium.types.errors import RequestError, at
+from sensorium.types.errors import RequestError
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.request import RenderedPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import run_through
+
+_MODALITY = "audio"
+_MAX_BEGIN_S = 1.0  # the time for which sounds are decoded between two steps
 
 
 class TranscribeKwargs(TypedDict, total=False):
@@ -39,29 +47,6 @@ class TranscribeKwargs(TypedDict, total=False):
     sampling: SamplingParams
 
 
-def make_items(sounds: Any) -> list[MediaItem]:
-    """Return the sounds that a caller gave: one or a list of them.
-
-    A sound is the path of a file, an address, the bytes of a file, or samples with their rate.
-    """
-    entries = sounds if isinstance(sounds, list) else [sounds]
-    items = []
-    for index, entry in enumerate(entries):
-        with at("sounds", index):
-            items.append(MediaItem(path=("sounds", index), modality="audio", media=_read(entry)))
-    return items
-
-
-def _read(sound: Any) -> Any:
-    is_address = isinstance(sound, str) and (":" in sound[:8] and not Path(sound).exists())
-    if is_address or not isinstance(sound, str | os.PathLike):
-        return sound
-    try:
-        return Path(sound).read_bytes()
-    except OSError as error:
-        raise RequestError(f"the file {os.fspath(sound)!r} can't be read: {error}") from error
-
-
 @dataclass(slots=True, kw_only=True)
 class _Running:
     """A transcript that has begun: its sound, and the rules that ask for windows of it."""
@@ -70,13 +55,16 @@ class _Running:
     item: PerceivedItem
     sound: Sound
     rules: Transcription
+    segments: list[Segment] = field(default_factory=list)
+    done_s: float = 0.0
 
 
 class TranscriptBatch:
     """The transcripts of one call, in one process.
 
-    `add` gives a prompt to the engine and returns the id of its request. `step` computes a step of
-    the engine, and returns the outputs of the requests that have ended.
+    `add` gives a prompt to the engine and returns the id of its request. `step` is given the ids of
+    all requests of this batch, computes a step of the engine if none of them has ended, and returns
+    the outputs of those that have. `abort` ends requests that are no longer wanted.
     """
 
     def __init__(
@@ -86,7 +74,8 @@ class TranscriptBatch:
         options: SpeechOptions,
         *,
         add: Callable[[RenderedPrompt, SamplingParams], str],
-        step: Callable[[], Iterable[RequestOutput]],
+        step: Callable[[Collection[str]], Iterable[RequestOutput]],
+        abort: Callable[[Sequence[str]], None],
         max_running: int,
     ) -> None:
         self._model = model
@@ -94,77 +83,177 @@ class TranscriptBatch:
         self._options = options
         self._add = add
         self._step = step
+        self._abort = abort
         self._max_running = max_running
         self._running: dict[str, _Running] = {}  # by the id of the request of its window
-        self._transcripts: dict[int, Transcript] = {}
 
-    def run(self, items: Sequence[MediaItem], bar: tqdm[Any]) -> list[Transcript]:
-        """Transcribe all sounds, and return the transcripts in the same order.
+    def run(self, sounds: Sequence[Any]) -> Generator[TranscriptDelta, None, None]:
+        """Transcribe all sounds together, and yield what is new as soon as it is final.
 
-        `bar` advances by the seconds of sound that are done.
+        Each sound has exactly one delta with a `final`, which has the error if the sound failed. A
+        sound is the path of a file, an address, the bytes of a file, or samples with their rate.
         """
-        todo = deque(enumerate(items))
+        todo = deque(enumerate(sounds))
         try:
             while todo or self._running:
+                # Many sounds begin together, so that their windows share steps. But the text of
+                # the first ones must not wait until hundreds of long ones are decoded.
+                deadline = time.monotonic() + _MAX_BEGIN_S
                 while todo and len(self._running) < self._max_running:
-                    self._begin(*todo.popleft())
-                for output in self._step() if self._running else ():
-                    running = self._running.pop(output.request_id, None)
-                    if running is not None:
-                        self._continue(running, output, bar)
+                    yield self._begin(*todo.popleft())
+                    if time.monotonic() > deadline:
+                        break
+                for output in self._step(self._running) if self._running else ():
+                    yield self._continue(self._running.pop(output.request_id), output)
         finally:
+            self._abort(tuple(self._running))
             for running in self._running.values():
                 self._end(running)
-        return [self._transcripts[index] for index in range(len(items))]
 
-    def _begin(self, index: int, item: MediaItem) -> None:
+    def _begin(self, index: int, sound: Any) -> TranscriptDelta:
+        try:
+            running = self._start(index, sound)
+        except Exception as error:  # a bug fails this sound only, not the others of the call
+            final = self._make_failed(index, error)
+            return TranscriptDelta(index=index, final=final)
+        return self._advance(running, None)
+
+    def _start(self, index: int, sound: Any) -> _Running:
+        item = MediaItem(path=(), modality=_MODALITY, media=_read(sound))
         (perceived,) = run_through(self._pipeline.perceive_pausing([item], PerceptionOptions()))
         try:
-            sound = Sound(perceived, self._model.processor, PromptScope())
-            rules = self._model.start(sound, self._options)
+            heard = Sound(perceived, self._model.processor, PromptScope())
+            rules = self._model.start(heard, self._options)
         except BaseException:
             self._pipeline.release([perceived])
             raise
-        self._advance(_Running(index=index, item=perceived, sound=sound, rules=rules), None)
+        return _Running(index=index, item=perceived, sound=heard, rules=rules)
 
-    def _continue(self, running: _Running, output: RequestOutput, bar: tqdm[Any]) -> None:
-        if output.error is not None:
-            self._end(running)
-            with at("sounds", running.index):
-                raise output.error
-        if self._advance(running, read_result(output)):
-            bar.update(running.sound.duration_s)
+    def _continue(self, running: _Running, output: RequestOutput) -> TranscriptDelta:
+        if output.error is None:
+            return self._advance(running, read_result(output))
+        self._end(running)
+        return _make_delta(running, (), self._make_failed(running.index, output.error, running))
 
-    def _advance(self, running: _Running, result: WindowResult | None) -> bool:
-        """Go on with a transcript up to its next window. Return whether it has ended."""
+    def _advance(self, running: _Running, result: WindowResult | None) -> TranscriptDelta:
+        """Go on with a transcript up to its next window, and return what is new."""
+        num_before, final = len(running.segments), None
         try:
             step = running.rules.send(result)
             while isinstance(step, Segment):
+                running.segments.append(step)
+                running.done_s = max(running.done_s, step.end)
                 step = next(running.rules)
             self._ask(running, step)
         except StopIteration as end:
-            self._transcripts[running.index] = end.value
+            self._end(running)
+            final = end.value
+            running.done_s = running.sound.duration_s
+        except Exception as error:  # a bug fails this sound only, not the others of the call
+            self._end(running)
+            final = self._make_failed(running.index, error, running)
         except BaseException:
             self._end(running)
             raise
-        else:
-            return False
-        self._end(running)
-        return True
+        return _make_delta(running, running.segments[num_before:], final)
 
     def _ask(self, running: _Running, request: WindowRequest) -> None:
         params = make_params(request, self._options)
         self._running[self._add(running.sound.make_prompt(request), params)] = running
+        # Windows of silence have no segments, but they are done as well.
+        share = request.first_frame / max(1, running.sound.num_frames)
+        running.done_s = max(running.done_s, share * running.sound.duration_s)
 
     def _end(self, running: _Running) -> None:
         running.rules.close()
         self._pipeline.release([running.item])
 
+    def _make_failed(
+        self, index: int, error: Exception, running: _Running | None = None
+    ) -> Transcript:
+        """Return the transcript of a sound that failed, with what was written down of it."""
+        segments = () if running is None else tuple(running.segments)
+        return Transcript(
+            text="".join(segment.text for segment in segments).strip(),
+            task=self._options.task,
+            language=self._options.language,
+            duration_s=0.0 if running is None else running.sound.duration_s,
+            segments=segments,
+            usage=SpeechUsage(),
+            error=make_failure(error, f"sound {index}"),
+        )
 
-def make_options(given: Mapping[str, Any]) -> SpeechOptions:
-    """Return the options of a call, or raise a `RequestError` that names an unknown one."""
+
+def _read(sound: Any) -> Any:
+    """Return the bytes of a sound that is given as the path of a file; others stay as they are."""
+    is_address = isinstance(sound, str) and (":" in sound[:8] and not Path(sound).exists())
+    if is_address or not isinstance(sound, str | os.PathLike):
+        return sound
+    try:
+        return Path(sound).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise RequestError(f"the file {os.fspath(sound)!r} can't be read: {reason}") from error
+
+
+def _make_delta(
+    running: _Running, segments: Sequence[Segment], final: Transcript | None
+) -> TranscriptDelta:
+    return TranscriptDelta(
+        index=running.index,
+        segments=tuple(segments),
+        done_s=min(running.done_s, running.sound.duration_s),
+        duration_s=running.sound.duration_s,
+        final=final,
+    )
+
+
+class SoundProgress:
+    """A progress bar that counts seconds of sound.
+
+    The length of a sound is known when it begins, so the bar becomes longer with each that does.
+    """
+
+    def __init__(self, bar: tqdm[Any]) -> None:
+        self._bar = bar
+        self._times: dict[int, tuple[float, float]] = {}  # index -> seconds done, and all seconds
+
+    def add(self, delta: TranscriptDelta) -> None:
+        """Draw the bar anew with what is new in a transcript. A sound that failed is done."""
+        done_s = delta.done_s if delta.final is None else delta.duration_s
+        self._times[delta.index] = (done_s, delta.duration_s)
+        self._bar.total = round(sum(duration_s for _, duration_s in self._times.values()))
+        self._bar.update(round(sum(done_s for done_s, _ in self._times.values())) - self._bar.n)
+
+
+def finish_transcripts(deltas: Iterable[TranscriptDelta], *, use_tqdm: bool) -> list[Transcript]:
+    """Run transcripts to their end, and return them in the order of their sounds."""
+    finals: dict[int, Transcript] = {}
+    with tqdm(disable=not use_tqdm, unit="s", desc="transcribe") as bar:
+        progress = SoundProgress(bar)
+        for delta in deltas:
+            progress.add(delta)
+            if delta.final is not None:
+                finals[delta.index] = delta.final
+    return [finals[index] for index in sorted(finals)]
+
+
+def make_options(given: Mapping[str, Any], model: SpeechModel) -> SpeechOptions:
+    """Return the options of a call.
+
+    Raise a `RequestError` that names an option that is unknown, or that the model can't follow.
+    """
     unknown = sorted(set(given) - set(TranscribeKwargs.__annotations__))
     if unknown:
         known = ", ".join(TranscribeKwargs.__annotations__)
         raise RequestError(f"unknown option(s) {', '.join(unknown)} (known: {known})")
-    return SpeechOptions(**given)
+    options = SpeechOptions(**given)
+    if options.needs_words and not model.has_words:
+        raise RequestError("this model does not give the times of words", path=("needs_words",))
+    if options.needs_segments and not model.has_segments:
+        raise RequestError(
+            "this model does not give the times of segments", path=("needs_segments",)
+        )
+    if options.task == "translate" and not model.can_translate:
+        raise RequestError("this model does not translate what is said", path=("task",))
+    return options

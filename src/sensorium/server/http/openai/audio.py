@@ -38,11 +38,10 @@ from sensorium.speech.formats import (
     SPEECH_FORMATS,
     SpeechFormat,
     SpeechLogprob,
+    TextDeltas,
     as_json,
-    as_srt,
-    as_text,
+    as_plain,
     as_verbose,
-    as_vtt,
     make_logprobs,
 )
 from sensorium.speech.options import SpeechOptions
@@ -223,9 +222,7 @@ class _Run:
     work: _Work
     media: bytes
     clock: RequestClock
-    # The text of all deltas of the stream, and white space that is sent before more text only.
-    sent: str = field(default="", init=False)
-    held: str = field(default="", init=False)
+    texts: TextDeltas = field(default_factory=TextDeltas, init=False)  # of the stream
 
     async def finish(self) -> Transcript:
         """Run to the end, and return the whole transcript."""
@@ -275,7 +272,7 @@ class _Run:
 
     def _make_events(self, part: Segment | Transcript) -> list[TranscriptEvent]:
         if isinstance(part, Segment):
-            return self._make_delta(self.held + part.text, self._get_logprobs(part))
+            return _make_delta(self.texts.add(part.text), self._get_logprobs(part))
         answer = as_json(part, has_logprobs=self.work.options.needs_logprobs)
         done = TranscriptEvent(
             type="transcript.text.done",
@@ -283,22 +280,17 @@ class _Run:
             logprobs=answer.logprobs,
             usage=answer.usage,
         )
-        rest = answer.text[len(self.sent) :] if answer.text.startswith(self.sent) else ""
         # The log-probabilities of the rest are those of the transcript if no segment came before.
-        return [*self._make_delta(rest, UNSET if self.sent else answer.logprobs), done]
-
-    def _make_delta(
-        self, text: str, logprobs: list[SpeechLogprob] | UnsetType
-    ) -> list[TranscriptEvent]:
-        text = text if self.sent else text.lstrip()
-        shown = text.rstrip()
-        self.held = text[len(shown) :]
-        self.sent += shown
-        delta = TranscriptEvent(type="transcript.text.delta", delta=shown, logprobs=logprobs)
-        return [delta] if shown else []
+        logprobs = UNSET if self.texts.sent else answer.logprobs
+        return [*_make_delta(self.texts.finish(answer.text), logprobs), done]
 
     def _get_logprobs(self, segment: Segment) -> list[SpeechLogprob] | UnsetType:
         return make_logprobs(segment.scores) if self.work.options.needs_logprobs else UNSET
+
+
+def _make_delta(text: str, logprobs: list[SpeechLogprob] | UnsetType) -> list[TranscriptEvent]:
+    delta = TranscriptEvent(type="transcript.text.delta", delta=text, logprobs=logprobs)
+    return [delta] if text else []
 
 
 def _make_response(transcript: Transcript, work: _Work) -> Response:
@@ -311,11 +303,5 @@ def _make_response(transcript: Transcript, work: _Work) -> Response:
             transcript, has_segments=options.needs_segments, has_words=options.needs_words
         )
     else:
-        return PlainTextResponse(_write(transcript, work.format))
+        return PlainTextResponse(as_plain(transcript, work.format))
     return make_response(answer)
-
-
-def _write(transcript: Transcript, form: SpeechFormat) -> str:
-    if form == "text":
-        return as_text(transcript)
-    return as_srt(transcript.segments) if form == "srt" else as_vtt(transcript.segments)

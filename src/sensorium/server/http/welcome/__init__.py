@@ -1,9 +1,10 @@
 """The pages of the server: the welcome page at `/`, and the documentation at `/docs`.
 
 The welcome page lets a visitor show the model a picture or a sound, ask about it, and see where
-time went. The documentation shows the OpenAPI document. Both are files that are read once, load
-nothing from elsewhere, and use the routes that every client uses. The welcome page needs no key.
-Addresses in the files are relative, because the server may stand behind a proxy, under a path.
+time went. If the model transcribes, it shows the words of a sound at their times. The documentation
+shows the OpenAPI document. Both are files that are read once, load nothing from elsewhere, and use
+the routes that every client uses. The welcome page needs no key. Addresses in the files are
+relative, because the server may stand behind a proxy, under a path.
 
 Browsers ask every time whether a file has changed (`ETag`), so that a new version is never mixed
 with an old one.
@@ -29,7 +30,7 @@ _NAMES = {
     "/": "index.html",
     **{
         f"/welcome/{name}": name
-        for name in ("style.css", "welcome.js", "media.js", "trace.js", "icon.svg")
+        for name in ("style.css", "welcome.js", "media.js", "speech.js", "trace.js", "icon.svg")
     },
 }
 WELCOME_PATHS = frozenset(_NAMES)  # they need no API key

@@ -9,7 +9,7 @@ const EXTENSIONS = {
 };
 export const WORDS = { image: "Picture", video: "Video", audio: "Sound" };
 
-function findKind(file) {
+export function findKind(file) {
   const kind = file.type.split("/")[0];
   return kind in EXTENSIONS
     ? kind

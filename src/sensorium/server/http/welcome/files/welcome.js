@@ -1,6 +1,9 @@
 // The page at `/`: a conversation with the model, over the same routes as everybody's.
 
-import { EXAMPLES, drawExample, drawMedia, forget, makeBody, makePart, readMedia, record } from "./media.js";
+import {
+  EXAMPLES, drawExample, drawMedia, findKind, forget, makeBody, makePart, readMedia, record,
+} from "./media.js";
+import { describe, drawTranscript, transcribe } from "./speech.js";
 import { drawTrace, make } from "./trace.js";
 
 const $ = (id) => document.getElementById(id);
@@ -19,7 +22,9 @@ const makeError = ({ message, param }, status) => Object.assign(new Error(messag
 
 async function call(path, options = {}) {
   const key = String.fromCharCode(...new TextEncoder().encode($("key").value.trim())); // its bytes
-  const headers = { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
+  const isForm = options.body instanceof FormData; // its type has a boundary, which the browser makes
+  const type = isForm ? {} : { "Content-Type": "application/json" };
+  const headers = { ...type, ...(key && { Authorization: `Bearer ${key}` }) };
   const response = await fetch(path, { ...options, headers }).catch(() => {
     throw new Error("The server does not answer. Is it still running?");
   });
@@ -53,7 +58,8 @@ async function findModel() {
     if (own !== numAsked) return; // it was asked again, with another key
     model = data[0].id;
     $("model").textContent = model;
-    if (document.activeElement === $("key")) $("question").focus();
+    setAbilities(data[0].capabilities ?? []);
+    if (document.activeElement === $("key")) focusInput();
     $("key-row").hidden = true;
     if ($("notice").textContent === complaint) notify(""); // another's words stay
   } catch (error) {
@@ -61,6 +67,21 @@ async function findModel() {
     complaint = explain(error, []);
     notify(complaint);
   }
+}
+
+const chats = () => document.body.classList.contains("chats");
+const focusInput = () => (chats() ? $("question") : $("sounds")).focus();
+
+/** Shows the parts of the page for what the model does. Without any, a conversation is offered. */
+function setAbilities(capabilities) {
+  const transcribes = capabilities.includes("transcription");
+  document.body.classList.toggle("transcribes", transcribes);
+  document.body.classList.toggle("chats", capabilities.includes("chat") || !transcribes);
+  $("composer").ariaLabel = chats() ? "Your question" : "Your sound";
+  $("turns").ariaLabel = chats() ? "Conversation" : "Transcripts";
+  if (chats()) return;
+  $("new").replaceChildren("Clear");
+  $("new").ariaLabel = "Clear all transcripts";
 }
 
 function notify(words) {
@@ -82,6 +103,7 @@ function explain(error, media) {
 
 /** `files`, or the promise of them. */
 function attach(files) {
+  if (!chats()) return transcribeAll(files);
   reading = Promise.all([files, reading]).then(async ([come]) => {
     const read = await Promise.allSettled(come.map(readMedia));
     attached.push(...read.flatMap(({ value }) => value ?? []));
@@ -170,6 +192,46 @@ async function ask(question, media) {
   if (failure) goToEnd();
 }
 
+/** `files`, or the promise of them: one after the other, until one is stopped. */
+function transcribeAll(files) {
+  reading = Promise.all([files, reading]).then(async ([come]) => {
+    if (running) throw new Error("Something else is being answered: wait for it, or stop it.");
+    notify("");
+    for (const file of come) if (!(await hear(file))) return;
+  }).catch((error) => notify(error.message));
+  return reading;
+}
+
+/** Transcribes a file, and shows the words at their times. False: it was stopped. */
+async function hear(file) {
+  const kind = findKind(file) ?? "audio"; // the server says what is wrong with it
+  if (kind === "image") throw new Error(`${file.name} is no sound or video.`);
+  const media = { kind, name: file.name, preview: URL.createObjectURL(file) };
+  const controller = new AbortController();
+  const player = drawMedia(media);
+  const status = Object.assign(make("p", "remark", "Listening …"), { role: "status" });
+  const turn = make("li", "turn", make("div", "asked", player, make("p", "", file.name)), status);
+  player.onerror = () => player.replaceWith(make("p", "remark", "This browser can't play it."));
+  $("intro").hidden = true;
+  $("turns").append(turn);
+  setRunning(controller);
+  goToEnd();
+  let failure;
+  try {
+    const answer = await transcribe(file, model, call, controller.signal);
+    status.before(drawTranscript(answer, player));
+    status.textContent = describe(answer);
+  } catch (error) {
+    failure = controller.signal.aborted ? "Stopped." : explain(error, []).replace(/^file: /, "");
+    status.replaceWith(Object.assign(make("p", "failure", failure), { role: "alert" }));
+  }
+  if (running !== controller) return forget([media]); // all was cleared meanwhile
+  setRunning(undefined);
+  shown.push(media);
+  turn.scrollIntoView();
+  return !controller.signal.aborted;
+}
+
 async function send() {
   if (running) return;
   if ($("record").ariaPressed === "true") toggleRecording(); // what is said belongs to the question
@@ -188,11 +250,12 @@ function startOver() {
   running?.abort();
   forget(shown);
   [messages, shown] = [[], []];
+  document.querySelectorAll("#turns :is(audio, video)").forEach((player) => player.pause());
   $("turns").replaceChildren();
   $("intro").hidden = false;
   setRunning(undefined);
   notify("");
-  $("question").focus();
+  focusInput();
 }
 
 async function toggleRecording() {
@@ -246,6 +309,10 @@ on($("question"), "input", fitQuestion);
 on($("files"), "change", async () => {
   await attach([...$("files").files]);
   $("files").value = "";
+});
+on($("sounds"), "change", async () => {
+  await transcribeAll([...$("sounds").files]);
+  $("sounds").value = "";
 });
 on($("stop"), "click", () => running?.abort());
 on($("new"), "click", startOver);

@@ -1,0 +1,146 @@
+"""Sends files to the routes for speech of a running server, several at a time.
+
+It runs in an event loop, so that an interruption ends all requests, and with them the work of the
+server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+from tqdm import tqdm
+
+from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.types.errors import SensoriumError
+
+_ROUTES = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}
+_MAX_AT_ONCE = 8
+_TIMEOUT = httpx.Timeout(60.0, read=None)  # a long sound takes as long as it takes
+
+
+class ServerError(SensoriumError):
+    """An error that is raised if the server can't be used for any of the files."""
+
+
+class FileError(SensoriumError):
+    """An error that is raised if the server can't transcribe one of the files."""
+
+
+class SpeechClient:
+    """A client that transcribes files with a server.
+
+    `fields` are those of the form that is sent with each file, name -> value or list of values.
+    """
+
+    def __init__(self, url: str, *, key: str | None, task: str, fields: Mapping[str, Any]) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + _ROUTES[task]
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._fields = dict(fields)
+        self._is_streamed = fields["response_format"] == "text"
+        if self._is_streamed:
+            self._fields["stream"] = "true"
+
+    def run(self, sounds: Sequence[SoundFile], writer: TranscriptWriter) -> None:
+        """Transcribe all files, and give the transcripts and the failures to `writer`.
+
+        Raise a `ServerError` if the server does not answer, or would refuse every file.
+        """
+        with tqdm(total=len(sounds), disable=None, unit="file") as bar:
+            asyncio.run(self._send_all(sounds, writer, bar))
+
+    async def _send_all(
+        self, sounds: Sequence[SoundFile], writer: TranscriptWriter, bar: tqdm[Any]
+    ) -> None:
+        room = asyncio.Semaphore(_MAX_AT_ONCE)
+
+        async def send(index: int, sound: SoundFile) -> None:
+            async with room:
+                try:
+                    await self._send(client, index, sound, writer)
+                except FileError as error:
+                    writer.fail(index, str(error))
+                bar.update()
+
+        async with httpx.AsyncClient(headers=self._headers, timeout=_TIMEOUT) as client:
+            tasks = [asyncio.create_task(send(*entry)) for entry in enumerate(sounds)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:  # after an error or an interruption the others must not go on
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(
+        self, client: httpx.AsyncClient, index: int, sound: SoundFile, writer: TranscriptWriter
+    ) -> None:
+        """Transcribe one file, and give what comes to `writer`."""
+        name, content = _open(sound)
+        try:
+            async with client.stream(
+                "POST", self._url, data=self._fields, files={"file": (name, content)}
+            ) as response:
+                if response.status_code != httpx.codes.OK:
+                    raise _make_error(response.status_code, await response.aread())
+                if not self._is_streamed:
+                    text = (await response.aread()).decode()
+                    writer.finish(index, text if text.endswith("\n") else f"{text}\n")
+                    return
+                async for event in _read_events(response):
+                    if event["type"] == "transcript.text.delta":
+                        writer.add_text(index, event["delta"])
+                    elif event["type"] == "transcript.text.done":
+                        writer.finish(index, f"{event['text']}\n")
+                        return
+                raise FileError("the server ended its answer early")
+        except httpx.ConnectError as error:
+            raise ServerError(f"the server {self._url} does not answer: {error}") from error
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise FileError(f"the connection to the server failed: {reason}") from error
+        finally:
+            if not isinstance(content, bytes):
+                content.close()
+
+
+def _open(sound: SoundFile) -> tuple[str, Any]:
+    """Return the name of a file and its content: bytes, or the open file."""
+    source = sound.get_source()
+    if isinstance(source, str):
+        raise FileError("an address can't be sent to a server: fetch the file first")
+    if isinstance(source, bytes):
+        return "stdin", source
+    try:
+        # What comes through a pipe has no length before it is read.
+        content = source.open("rb") if source.is_file() else source.read_bytes()
+    except OSError as error:
+        raise FileError(f"can't be read: {error.strerror}") from error
+    return source.name, content
+
+
+async def _read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        payload = line.removeprefix("data: ")
+        if payload == line or payload == "[DONE]":
+            continue
+        event: dict[str, Any] = json.loads(payload)
+        if "error" in event:
+            raise FileError(str(event["error"]["message"]))
+        yield event
+
+
+def _make_error(status: int, content: bytes) -> SensoriumError:
+    """Return the error for an answer with another status than 200.
+
+    If the answer does not blame the file, every file would get it.
+    """
+    message, param = f"the server answered with status {status}", None
+    with suppress(ValueError, KeyError, TypeError):
+        error = json.loads(content)["error"]
+        message, param = str(error["message"]), error.get("param")
+    is_shared = param not in (None, "file") or status in (401, 403, 404, 405)
+    return ServerError(message) if is_shared else FileError(message)

@@ -1,0 +1,283 @@
+"""The command `transcribe`, which writes down what is said in files.
+
+A model in this process does it, or a server that is running. Both give what they find to a
+`TranscriptWriter`. A file that fails is named on stderr, and costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from sensorium.cli import flags
+from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
+from sensorium.types.errors import RequestError
+from sensorium.types.options import list_options
+from sensorium.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from sensorium.engine.llm import LLM
+    from sensorium.speech.formats import SpeechFormat
+    from sensorium.speech.transcript import Transcript
+
+_DESCRIPTION = """Write down what is said in sounds and videos of any length. Text is printed as it
+is found; several files are computed together. With --output-dir each file gets a transcript of its
+own, such as talk.srt for talk.mp3. A file that fails is named on stderr, the others are
+transcribed all the same, and the exit code is 1."""
+_EXAMPLES = """examples:
+  sensorium transcribe talk.mp3 --model openai/whisper-small
+  sensorium transcribe *.mp4 --model MODEL --format srt --output-dir subtitles
+  sensorium transcribe talk.mp3 --model MODEL --format verbose_json --word-timestamps
+  sensorium transcribe rede.flac --model MODEL --language de --task translate
+  sensorium transcribe talk.mp3 --url http://localhost:8000
+  ffmpeg -i film.mkv -f wav - | sensorium transcribe - --model MODEL
+"""
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s of sound [{elapsed}<{remaining}]"
+_KEY_VARIABLE = "OPENAI_API_KEY"
+# Paths of errors that every file would have, because they are of the options.
+_SHARED_PATHS = (("language",), ("prompt",), ("temperature",), ("task",))
+
+
+def add_transcribe(commands: Any) -> None:
+    """Add the subcommand `transcribe` to the parser of `sensorium`.
+
+    `commands` is the object that `add_subparsers` of argparse returned.
+    """
+    parser = commands.add_parser(
+        "transcribe",
+        help="write down what is said in sounds and videos",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "words", nargs="*", metavar="FILE", help="A sound, or a video with one; - is stdin."
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"{flags.MODEL_HELP} With --url: its name."
+    )
+    _add_output_flags(parser)
+    _add_speech_flags(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--url",
+        metavar="URL",
+        help="Send the files to this server instead of loading a model. Text is streamed.",
+    )
+    server.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"The server's key. Default: ${_KEY_VARIABLE}, if it is set.",
+    )
+    flags.add_quiet(parser)
+    flags.add_options(parser, "transcribe", *flags.ENGINE_GROUPS)
+    parser.set_defaults(run=_transcribe)
+
+
+def _add_output_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--format",
+        choices=sorted(SPEECH_FORMATS, key="text".__ne__),
+        default="text",
+        help="The format of transcripts, as in OpenAI's API. verbose_json has the times of "
+        "segments. Default: text.",
+    )
+    group.add_argument(
+        "-o",
+        "--output-dir",
+        metavar="DIR",
+        help="Write each transcript to a file in this directory, which is made if it is missing. "
+        "Files with the same name are replaced. Default: transcripts are printed.",
+    )
+    group.add_argument(
+        "--word-timestamps",
+        action="store_true",
+        help="Also give the times of words. It needs the format verbose_json.",
+    )
+
+
+def _add_speech_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("speech")
+    group.add_argument(
+        "--language",
+        metavar="NAME",
+        help="What is spoken: en or english. Default: the model finds it.",
+    )
+    group.add_argument(
+        "--task",
+        choices=("transcribe", "translate"),
+        default="transcribe",
+        help="Write down what is said in its own language, or in English. Default: transcribe.",
+    )
+    group.add_argument(
+        "--prompt",
+        metavar="TEXT",
+        help="Text that comes before, with names or in the wanted style. Default: none.",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="N",
+        help="0 takes the likeliest words, and tries higher temperatures if the text is bad. "
+        "Default: 0.",
+    )
+    group.add_argument(
+        "--seed", type=int, metavar="N", help="The seed of texts at temperatures above 0."
+    )
+
+
+def _transcribe(arguments: argparse.Namespace) -> None:
+    """Run the command: transcribe all files, and exit with 1 if one of them failed."""
+    _check_usage(arguments)
+    params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
+    sounds, problems = [], []
+    for name in dict.fromkeys(arguments.words):  # a file that is given twice is transcribed once
+        sound = SoundFile(name)
+        if problem := sound.find_problem():
+            problems.append(f"sensorium: {name}: {problem}")
+        else:
+            sounds.append(sound)
+    print(*problems, sep="\n", end="\n" * bool(problems), file=sys.stderr)
+    num_failed = len(problems)
+    if sounds:
+        is_headed = len(sounds) + len(problems) > 1
+        writer = TranscriptWriter(
+            sounds, arguments.format, arguments.output_dir, is_headed=is_headed
+        )
+        if arguments.url is None:
+            _run_model(arguments, sounds, writer, params)
+        else:
+            _run_server(arguments, sounds, writer)
+        num_failed += writer.num_failed
+    if num_failed:
+        sys.exit(1)
+
+
+def _check_usage(arguments: argparse.Namespace) -> None:
+    """End the process with the usage and an error if flags don't go together."""
+    names, form = list(dict.fromkeys(arguments.words)), arguments.format
+    if not names:
+        arguments.refuse("there is no file: give at least one, or - for stdin")
+    if arguments.word_timestamps and form != "verbose_json":
+        arguments.refuse("--word-timestamps needs --format verbose_json")
+    if arguments.output_dir is None and len(names) > 1 and form != "text":
+        arguments.refuse(f"several files in the format {form} need --output-dir")
+    if arguments.output_dir is not None:
+        targets: dict[str, str] = {}  # name of the transcript's file -> the file it is of
+        for name in names:
+            other = targets.setdefault(SoundFile(name).get_target(form), name)
+            if other != name:
+                arguments.refuse(f"{other} and {name} would be written to the same file")
+    if arguments.url is not None:
+        _check_server_usage(arguments)
+    elif arguments.api_key is not None:
+        arguments.refuse("--api-key needs --url")
+
+
+def _check_server_usage(arguments: argparse.Namespace) -> None:
+    if not arguments.url.startswith(("http://", "https://")):
+        arguments.refuse(f"--url must begin with http:// or https://, not {arguments.url!r}")
+    options = [each for group in flags.ENGINE_GROUPS for each in list_options(group)]
+    for each in options:
+        if "transcribe" in each.commands and hasattr(arguments, each.destination):
+            arguments.refuse(f"{each.flag} has no effect on a server: leave it or --url out")
+    if arguments.word_timestamps and arguments.task == "translate":
+        arguments.refuse("a server does not give the times of words of a translation")
+
+
+def _run_model(
+    arguments: argparse.Namespace,
+    sounds: Sequence[SoundFile],
+    writer: TranscriptWriter,
+    params: SamplingParams,
+) -> None:
+    """Transcribe files with a model in this process."""
+    arguments.model = arguments.model or EMBEDDED_MODEL
+    with flags.load_llm(arguments) as llm:
+        from tqdm import tqdm
+
+        from sensorium.engine.speech.batch import SoundProgress
+
+        with (
+            closing(_start(arguments, llm, sounds, params)) as deltas,
+            tqdm(disable=None, unit="s", bar_format=_BAR) as bar,
+        ):
+            progress = SoundProgress(bar)
+            for delta in deltas:
+                for segment in delta.segments:
+                    writer.add_text(delta.index, segment.text)
+                progress.add(delta)
+                if delta.final is None:
+                    continue
+                error = delta.final.error
+                if error is None:
+                    content = _write(delta.final, arguments.format, arguments.word_timestamps)
+                    writer.finish(delta.index, content)
+                elif error.path in _SHARED_PATHS:
+                    raise error
+                else:
+                    writer.fail(delta.index, str(error))
+
+
+def _start(
+    arguments: argparse.Namespace, llm: LLM, sounds: Sequence[SoundFile], params: SamplingParams
+) -> Any:
+    """Return the generator of transcripts, or raise a `RequestError` that names the model."""
+    try:
+        return llm.stream_transcripts(
+            [sound.get_source() for sound in sounds],
+            task=arguments.task,
+            language=arguments.language,
+            prompt=arguments.prompt or "",
+            temperature=arguments.temperature,
+            needs_segments=arguments.format not in ("text", "json"),
+            needs_words=arguments.word_timestamps,
+            sampling=params,
+        )
+    except RequestError as error:
+        raise RequestError(
+            f"{arguments.model} can't be used: {error.message}. Name another with --model, such as "
+            "openai/whisper-small."
+        ) from error
+
+
+def _write(transcript: Transcript, form: SpeechFormat, has_words: bool) -> str:
+    """Return a transcript in a format, as the content of a file."""
+    import msgspec
+
+    if form == "json":
+        return msgspec.json.encode(as_json(transcript)).decode() + "\n"
+    if form == "verbose_json":
+        return msgspec.json.encode(as_verbose(transcript, has_words=has_words)).decode() + "\n"
+    return as_plain(transcript, form)
+
+
+def _run_server(
+    arguments: argparse.Namespace, sounds: Sequence[SoundFile], writer: TranscriptWriter
+) -> None:
+    """Transcribe files with a server."""
+    from sensorium.cli.speech_client import SpeechClient
+
+    fields: dict[str, Any] = {
+        "model": arguments.model,
+        "response_format": arguments.format,
+        "language": arguments.language,
+        "prompt": arguments.prompt,
+        "temperature": arguments.temperature,
+        "seed": arguments.seed,
+        "timestamp_granularities[]": ["segment", "word"] if arguments.word_timestamps else None,
+    }
+    client = SpeechClient(
+        arguments.url,
+        key=arguments.api_key or os.environ.get(_KEY_VARIABLE),
+        task=arguments.task,
+        fields={name: value for name, value in fields.items() if value is not None},
+    )
+    client.run(sounds, writer)

@@ -1,0 +1,35 @@
+"""Sounds and small Whispers for tests that transcribe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from tests.parity.cases import make_audio
+from tests.support.media import write_sound
+
+SHORT_S = 2.5  # the model's windows have 3 s
+_END_FACTOR = 6.0  # makes texts of a few tokens instead of all that a window has room for
+
+
+def make_wav(seconds: float = SHORT_S, *, seed: int = 0) -> bytes:
+    return write_sound(make_audio(seconds, seed=seed), "WAV", "PCM_16")
+
+
+def make_brief(source: str, directory: Path) -> Path:
+    """Make a copy of a tiny Whisper that ends its texts soon, and accepts its first attempts.
+
+    Otherwise each window takes the six attempts of a text that is too unlikely, of 90 tokens each.
+    """
+    shutil.copytree(source, directory)
+    weights = load_file(directory / "model.safetensors")
+    end = json.loads((directory / "config.json").read_text())["eos_token_id"]
+    weights["proj_out.weight"][end] *= _END_FACTOR
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "generation_config.json"
+    accepting = {"logprob_threshold": -1e3, "compression_ratio_threshold": 1e3}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **accepting}))
+    return directory
