@@ -12,15 +12,15 @@ from typing import Any, TypedDict
 from tqdm import tqdm
 
 from sensorium.engine.speech.models import SpeechModel
-from sensorium.engine.speech.sounds import PromptScope, Sound, make_params, read_result
-from sensorium.multimodal.media import MediaItem, PerceptionOptions
-from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.engine.speech.sounds import PromptScope, SoundSource, make_params, read_result
+from sensorium.multimodal.media import MediaItem
+from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, Task, Transcript
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
-from sensorium.types.errors import RequestError, at
+from sensorium.types.errors import MissingMediaError, RequestError, at
 from sensorium.types.outputs import RequestOutput
-from sensorium.types.request import RenderedPrompt
+from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import run_through
 
@@ -66,8 +66,7 @@ class _Running:
     """A transcript that has begun: its sound, and the rules that ask for windows of it."""
 
     index: int
-    item: PerceivedItem
-    sound: Sound
+    sound: SoundSource
     rules: Transcription
 
 
@@ -80,11 +79,11 @@ class TranscriptBatch:
 
     def __init__(
         self,
-        model: SpeechModel,
+        model: SpeechModel[Any],
         pipeline: MediaPipeline,
         options: SpeechOptions,
         *,
-        add: Callable[[RenderedPrompt, SamplingParams], str],
+        add: Callable[[Prompt, SamplingParams], str],
         step: Callable[[], Iterable[RequestOutput]],
         max_running: int,
     ) -> None:
@@ -117,14 +116,14 @@ class TranscriptBatch:
         return [self._transcripts[index] for index in range(len(items))]
 
     def _begin(self, index: int, item: MediaItem) -> None:
-        (perceived,) = run_through(self._pipeline.perceive_pausing([item], PerceptionOptions()))
+        opening = self._model.open_pausing(item, pipeline=self._pipeline, scope=PromptScope())
+        sound: SoundSource = run_through(opening)
         try:
-            sound = Sound(perceived, self._model.processor, PromptScope())
             rules = self._model.start(sound, self._options)
         except BaseException:
-            self._pipeline.release([perceived])
+            sound.release()
             raise
-        self._advance(_Running(index=index, item=perceived, sound=sound, rules=rules), None)
+        self._advance(_Running(index=index, sound=sound, rules=rules), None)
 
     def _continue(self, running: _Running, output: RequestOutput, bar: tqdm[Any]) -> None:
         if output.error is not None:
@@ -153,11 +152,16 @@ class TranscriptBatch:
 
     def _ask(self, running: _Running, request: WindowRequest) -> None:
         params = make_params(request, self._options)
-        self._running[self._add(running.sound.make_prompt(request), params)] = running
+        try:
+            request_id = self._add(running.sound.make_prompt(request), params)
+        except MissingMediaError:
+            run_through(running.sound.restore_pausing())
+            request_id = self._add(running.sound.make_prompt(request), params)
+        self._running[request_id] = running
 
     def _end(self, running: _Running) -> None:
         running.rules.close()
-        self._pipeline.release([running.item])
+        running.sound.release()
 
 
 def make_options(given: Mapping[str, Any]) -> SpeechOptions:

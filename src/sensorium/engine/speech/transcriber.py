@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from contextlib import closing
+from typing import Any
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.speech.models import SpeechModel
-from sensorium.engine.speech.sounds import PromptScope, Sound, make_params, read_result
-from sensorium.multimodal.media import MediaBytes, MediaItem, PerceptionOptions
+from sensorium.engine.speech.sounds import PromptScope, SoundSource, make_params, read_result
+from sensorium.multimodal.media import MediaBytes, MediaItem
+from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, Transcript
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
+from sensorium.types.errors import MissingMediaError
+from sensorium.utils.pausing import Pausing
 
 _FIELD = ("file",)
+_MODALITY = "audio"
 
 
 class AsyncTranscriber:
@@ -24,7 +30,7 @@ class AsyncTranscriber:
     Those of different sounds are computed together.
     """
 
-    def __init__(self, engine: AsyncEngine, model: SpeechModel) -> None:
+    def __init__(self, engine: AsyncEngine, model: SpeechModel[Any]) -> None:
         self._engine = engine
         self._model = model
 
@@ -54,11 +60,8 @@ class AsyncTranscriber:
         decoded, or if the model can't do what the options ask for. Closing the generator aborts the
         transcript.
         """
-        scope = PromptScope(cache_salt=cache_salt)
-        item = MediaItem(path=_FIELD, modality="audio", media=MediaBytes(media))
-        perception = PerceptionOptions(cache_salt=cache_salt)
-        async with self._engine.perceive(item, perception) as perceived:
-            sound = Sound(perceived, self._model.processor, scope)
+        sound = await self._open(media, PromptScope(cache_salt=cache_salt))
+        try:
             with closing(self._model.start(sound, options)) as rules:
                 result: WindowResult | None = None
                 while not isinstance(step := await _advance_apart(rules, result), Transcript):
@@ -66,11 +69,42 @@ class AsyncTranscriber:
                     if isinstance(step, Segment):
                         yield step
                         continue
-                    output = await self._engine.generate(
-                        sound.make_prompt(step), make_params(step, options), request_id=request_id
-                    )
-                    result = read_result(output)
+                    result = await self._decode(sound, step, options, request_id)
+        finally:
+            sound.release()
         yield step
+
+    async def _open(self, media: bytes, scope: PromptScope) -> SoundSource:
+        item = MediaItem(path=_FIELD, modality=_MODALITY, media=MediaBytes(media))
+
+        def begin(pipeline: MediaPipeline, cancelled: Future[None]) -> Pausing[SoundSource]:
+            return self._model.open_pausing(
+                item, pipeline=pipeline, scope=scope, cancelled=cancelled
+            )
+
+        return await self._engine.perceive(
+            _MODALITY, begin, drop=lambda unwanted: unwanted.release()
+        )
+
+    async def _decode(
+        self, sound: SoundSource, request: WindowRequest, options: SpeechOptions, request_id: str
+    ) -> WindowResult:
+        """Return what the engine finds in a window, from media in caches if they have it."""
+        params = make_params(request, options)
+        try:
+            output = await self._engine.generate(
+                sound.make_prompt(request), params, request_id=request_id
+            )
+        except MissingMediaError:
+            await self._engine.perceive(
+                _MODALITY,
+                lambda _, cancelled: sound.restore_pausing(cancelled),
+                drop=lambda _: None,
+            )
+            output = await self._engine.generate(
+                sound.make_prompt(request), params, request_id=request_id
+            )
+        return read_result(output)
 
 
 async def _advance_apart(

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -86,7 +87,7 @@ class FrontendApp:
     perception: Perception
     answers: AnswerFormat
     info: CoreInfo | None  # stands for that of a core, if the server has none
-    speech: SpeechModel | None  # None: the model is no speech model, or never run
+    speech: SpeechModel[Any] | None  # None: the model is no speech model, or never run
     has_chat: bool
 
 
