@@ -6,7 +6,7 @@ no engine. In between they yield each `Segment` that is final.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,6 +48,7 @@ class WindowResult:
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    prompt_token_ids: Sequence[int] = ()  # with the placeholders of the sound, if it has any
     scored_probability: float | None = None
     # The attention of the prompt's tokens to the positions of the window, for each of the heads
     # that align: float32 [heads, tokens, positions].

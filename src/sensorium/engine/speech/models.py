@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from sensorium.engine.build.frontend import Frontend
+from sensorium.engine.speech.chat_models import read_chat_model
 from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, open_sound_pausing
 from sensorium.models.checkpoint import read_json
 from sensorium.models.encoder_decoder import WINDOW_S
@@ -181,15 +182,25 @@ class PieceModel(_WithSoundProcessor):
         )
 
 
-def read_speech_model(frontend: Frontend) -> SpeechModel[Any] | None:
-    """Return what a model can transcribe, or `None` if it is no speech model."""
+def read_speech_model(
+    frontend: Frontend, *, chat_template: str | None = None
+) -> SpeechModel[Any] | None:
+    """Return what a model can transcribe, or `None` if it can't.
+
+    `chat_template` is the text of a template to use instead of the model's.
+    """
     processor, config = frontend.processor, frontend.checkpoint.hf_config
-    if processor.beside is None:
-        return None
-    generation: Mapping[str, Any] = read_json(
-        frontend.checkpoint.directory / "generation_config.json"
-    )
+    directory = frontend.checkpoint.directory
     tokenizer = TextTokens(processor.tokenizer)
+    if processor.beside is None:
+        return read_chat_model(
+            processor,
+            tokenizer,
+            model_type=config.model_type,
+            folder=directory.name,
+            chat_template=chat_template,
+        )
+    generation: Mapping[str, Any] = read_json(directory / "generation_config.json")
     if config.model_type == "whisper":
         return WhisperModel(
             processor=processor.beside,

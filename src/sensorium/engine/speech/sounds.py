@@ -163,6 +163,7 @@ def read_result(output: RequestOutput) -> WindowResult:
     entries = zip(completion.token_ids, completion.logprobs or (), strict=True)
     return WindowResult(
         token_ids=completion.token_ids,
+        prompt_token_ids=output.prompt_token_ids,
         logprobs=tuple(entry[token_id].logprob for token_id, entry in entries),
         scored_probability=None
         if found is None or found.logprob is None

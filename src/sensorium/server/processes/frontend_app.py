@@ -148,7 +148,7 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
         perception=frontend.perception,
         answers=answers,
         info=info,
-        speech=None if is_alone else read_speech_model(frontend),
+        speech=None if is_alone else read_speech_model(frontend, chat_template=template),
         has_chat=frontend.processor.beside is None,
     )
 
