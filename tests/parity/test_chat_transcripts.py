@@ -255,7 +255,7 @@ def test_pieces_that_no_cache_has_are_made_again(llm: LLM, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "family, options, path, words",
+    ("family", "options", "path", "words"),
     [
         ("qwen2_audio", {"prompt": "names"}, ("prompt",), "takes no prompt"),
         ("qwen2_audio", {"language": "klingon"}, ("language",), "klingon"),
