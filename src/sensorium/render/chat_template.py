@@ -264,7 +264,9 @@ class MistralTemplate:
         from mistral_common.protocol.transcription.request import TranscriptionRequest
 
         try:
-            request = TranscriptionRequest(audio=b"any", language=language)
+            # The marker encoder does not read the sound, but it must not be empty.
+            fields = {"audio": b"any", "language": language}
+            request = TranscriptionRequest.model_validate(fields)
             tokens: list[int] = self._tokenizer.encode_transcription(request).tokens
         except Exception as error:  # its validation raises errors of many kinds
             reason = str(error)[:_MAX_ERROR]

@@ -87,6 +87,7 @@ class Instruction:
     is_sound_first: bool = True
     prefill: str = ""  # how the answer begins, if the language is given
     languages: tuple[str, ...] | None = None  # codes; `None`: any
+    max_s: float = 30.0  # the longest sound that is asked about at once, in seconds
     read: Callable[[str], Reading] = _read_plain
 
     @property
@@ -94,12 +95,12 @@ class Instruction:
         return self.translate is not None
 
     def find_language(self, options: SpeechOptions) -> str | None:
-        """Return the code of the language that a caller gave, or `None` if none was given.
+        """Return the code of the spoken language if it is given, or if the model knows one alone.
 
         Raise a `RequestError` if the language is not known, or if this model takes none.
         """
         if options.language is None:
-            return None
+            return self.languages[0] if self.languages and len(self.languages) == 1 else None
         code = find_code(options.language)
         if code not in NAMES or (self.languages is not None and code not in self.languages):
             known = ", ".join(self.languages or ("en", "de", "fr", "…"))
@@ -118,7 +119,7 @@ class Instruction:
         """Return the conversation that asks for a transcript, with `SOUND` in place of the sound.
 
         The last message is the beginning of the answer if the family prescribes one. Raise a
-        `RequestError` if the model can't be told what the options say.
+        `RequestError` if the model does not take one of the options.
         """
         code = self.find_language(options)
         if options.prompt and self.context is None:
@@ -235,6 +236,7 @@ _EMBEDDED = Instruction(
     transcribe="Write down what you hear.",
     transcribe_known="Write down what you hear.",
     languages=("en",),
+    max_s=12.0,
 )
 
 

@@ -34,7 +34,6 @@ from sensorium.utils.pausing import Pausing
 logger = logging.getLogger(__name__)
 _MODALITY = "audio"
 _SCOPE = "pieces of transcripts"  # of uuids; those of clients are digests, and never equal it
-_MAX_PIECE_S = 30.0
 _MAX_TABLES = 1024  # files whose pieces are remembered
 _TOKENS_PER_S = 16  # more than any language needs; a text with more repeats itself
 _MIN_TOKENS = 32
@@ -198,7 +197,7 @@ class ChatSpeechModel:
     def render(self, options: SpeechOptions) -> tuple[int, ...]:
         """Return the token ids of the prompt, with one marker for the sound.
 
-        Raise a `RequestError` if the model can't be told what the options say, or if it has no chat
+        Raise a `RequestError` if the model does not take one of the options, or if it has no chat
         template.
         """
         if options.task == "transcribe":
@@ -269,14 +268,14 @@ def read_chat_model(
     """
     if _MODALITY not in processor.modalities:
         return None
-    window_s = processor.sound_window_s
+    instruction = find_instruction(model_type, folder)
     model = ChatSpeechModel(
         processor=processor,
         renderer=ChatRenderer(processor),
         tokenizer=tokenizer,
-        instruction=find_instruction(model_type, folder),
+        instruction=instruction,
         chat_template=chat_template,
-        max_s=_MAX_PIECE_S if window_s is None else min(_MAX_PIECE_S, window_s),
+        max_s=min(instruction.max_s, _get_window_s(processor)),
     )
     try:
         model.render(SpeechOptions())
@@ -284,3 +283,10 @@ def read_chat_model(
         logger.info("this model takes sounds, but can't be asked to transcribe: %s", error)
         return None
     return model
+
+
+def _get_window_s(processor: MultiModalProcessor) -> float:
+    """Return the window of the processor in seconds, or infinity if it does not name it."""
+    extractor = getattr(processor.hf_processor, "feature_extractor", None)
+    window_s = getattr(extractor, "chunk_length", None)
+    return math.inf if window_s is None else float(window_s)

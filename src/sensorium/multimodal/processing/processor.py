@@ -288,12 +288,6 @@ class MultiModalProcessor:
         """Return the sampling rate in Hz that the model needs, or `None` if it takes no audio."""
         return next((int(part.sampling_rate) for part in self._get_parts("audio")), None)
 
-    @property
-    def sound_window_s(self) -> float | None:
-        """Return the length of the feature extractor's window, or `None` if it names none."""
-        found = (getattr(part, "chunk_length", None) for part in self._get_parts("audio"))
-        return next((float(seconds) for seconds in found if seconds), None)
-
     def make_trial_text(self, modality: str | None, texts: Sequence[str]) -> str:
         """Return a prompt for trials, with one media item between each two of the texts.
 
