@@ -192,14 +192,19 @@ class AsyncEngine:
     # ---- requests
 
     async def generate(
-        self, prompt: Prompt | Chat, params: SamplingParams, *, request_id: str
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
     ) -> RequestOutput:
         """Run one request, and return its whole output under the caller's `request_id`.
 
-        If the caller's task is cancelled, the request is aborted. A request that fails raises its
-        error.
+        `group` is that of `stream`. If the caller's task is cancelled, the request is aborted. A
+        request that fails raises its error.
         """
-        async with self._run(prompt, params, is_streamed=False, group=None) as (_, reader):
+        async with self._run(prompt, params, is_streamed=False, group=group) as (_, reader):
             await reader.wait()
             if reader.output is not None:
                 return _finish(reader.output, request_id)

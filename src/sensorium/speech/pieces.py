@@ -25,6 +25,7 @@ _STEP_S = 0.02
 _SEARCHED = 1 / 3  # the last part of a piece, in which it may end
 _TOKENS_PER_S = 6.5  # more than anyone speaks; a text with more repeats itself
 _MIN_TOKENS = 8
+_NUM_AHEAD = 3  # pieces that may run before the text of an earlier one is known
 _POSITIONS_PER_S = 50  # that sounds are counted by, as those of Whisper
 
 
@@ -121,8 +122,10 @@ def transcribe_cuts(
     """
     segments: list[Segment] = []
     usage = SpeechUsage()
-    for start, end in cuts:
-        result = yield make_request(start, end)
+    requests = tuple(make_request(start, end) for start, end in cuts)
+    for index, (start, end) in enumerate(cuts):
+        following = requests[index + 1 : index + 1 + _NUM_AHEAD]
+        result = yield replace(requests[index], following=following)
         if result is None:
             raise InvariantError("a piece of a sound was not answered")
         piece = read(result)

@@ -7,7 +7,7 @@ no engine. In between they yield each `Segment` that is final.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,8 @@ class WindowRequest:
     # Of this token, the probability right behind the prompt's token at an index is wanted.
     scored_token: tuple[int, int] | None = None  # (index in the prompt, token id)
     needs_alignment: bool = False
+    # Requests that come next whatever this one's result is, so that they may run beside it.
+    following: tuple[WindowRequest, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

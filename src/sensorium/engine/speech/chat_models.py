@@ -13,6 +13,7 @@ import math
 import re
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Lock
 
 from sensorium.engine.speech.sounds import PromptScope
 from sensorium.multimodal.media import MediaItem, PerceptionOptions
@@ -63,6 +64,8 @@ class PiecedSound:
         self._scope = scope
         self._pipeline = pipeline
         self._decoded = decoded  # None: prompts name their pieces, which caches should have
+        self._is_released = False
+        self._lock = Lock()  # a thread may still decode when the sound is released
 
     @property
     def duration_s(self) -> float:
@@ -85,14 +88,22 @@ class PiecedSound:
 
     def restore_pausing(self, cancelled: Future[None] | None = None, /) -> Pausing[None]:
         """Decode the sound again, because no cache has one of its pieces."""
-        if self._decoded is None:
-            self._decoded = yield from decode_pausing(
-                self._item, pipeline=self._pipeline, scope=self._scope, cancelled=cancelled
-            )
+        if self._decoded is not None:
+            return
+        decoded = yield from decode_pausing(
+            self._item, pipeline=self._pipeline, scope=self._scope, cancelled=cancelled
+        )
+        with self._lock:
+            is_late = self._is_released
+            self._decoded = None if is_late else decoded
+        if is_late:
+            self._pipeline.release([decoded])
 
     def release(self) -> None:
-        if self._decoded is not None:
-            self._pipeline.release([self._decoded])
+        with self._lock:
+            decoded, self._decoded, self._is_released = self._decoded, None, True
+        if decoded is not None:
+            self._pipeline.release([decoded])
 
 
 def decode_pausing(

@@ -26,8 +26,8 @@ _MODALITY = "audio"
 class AsyncTranscriber:
     """A transcriber of sounds for one frontend. It runs any number of transcripts at a time.
 
-    The windows of a sound run one after the other, because each depends on the text before it.
-    Those of different sounds are computed together.
+    The windows of a sound run one after the other if each depends on the text before it, and some
+    at a time otherwise. Those of different sounds are computed together.
     """
 
     def __init__(self, engine: AsyncEngine, model: SpeechModel[Any]) -> None:
@@ -61,6 +61,7 @@ class AsyncTranscriber:
         transcript.
         """
         sound = await self._open(media, PromptScope(cache_salt=cache_salt))
+        windows = _Windows(self._engine, sound, options, request_id)
         try:
             with closing(self._model.start(sound, options)) as rules:
                 result: WindowResult | None = None
@@ -69,8 +70,9 @@ class AsyncTranscriber:
                     if isinstance(step, Segment):
                         yield step
                         continue
-                    result = await self._decode(sound, step, options, request_id)
+                    result = await windows.decode(step)
         finally:
+            await windows.close()
             sound.release()
         yield step
 
@@ -86,24 +88,52 @@ class AsyncTranscriber:
             _MODALITY, begin, drop=lambda unwanted: unwanted.release()
         )
 
-    async def _decode(
-        self, sound: SoundSource, request: WindowRequest, options: SpeechOptions, request_id: str
-    ) -> WindowResult:
-        """Return what the engine finds in a window, from media in caches if they have it."""
-        params = make_params(request, options)
+
+class _Windows:
+    """The windows of one transcript that the engine decodes: the due one, and some that follow."""
+
+    def __init__(
+        self, engine: AsyncEngine, sound: SoundSource, options: SpeechOptions, request_id: str
+    ) -> None:
+        self._engine = engine
+        self._sound = sound
+        self._options = options
+        self._request_id = request_id
+        self._tasks: dict[int, asyncio.Task[WindowResult]] = {}  # by the first frame of a window
+        self._restoring = asyncio.Lock()
+
+    async def decode(self, request: WindowRequest) -> WindowResult:
+        """Return what the engine finds in a window. Those that follow it are begun, too."""
+        for each in (request, *request.following):
+            if each.first_frame not in self._tasks:
+                self._tasks[each.first_frame] = asyncio.create_task(self._run(each))
+        return await self._tasks.pop(request.first_frame)
+
+    async def close(self) -> None:
+        """Abort the windows that were begun and whose results are not wanted any more."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _run(self, request: WindowRequest) -> WindowResult:
         try:
-            output = await self._engine.generate(
-                sound.make_prompt(request), params, request_id=request_id
-            )
+            return await self._generate(request)
         except MissingMediaError:
-            await self._engine.perceive(
-                _MODALITY,
-                lambda _, cancelled: sound.restore_pausing(cancelled),
-                drop=lambda _: None,
-            )
-            output = await self._engine.generate(
-                sound.make_prompt(request), params, request_id=request_id
-            )
+            async with self._restoring:  # the sound is needed once for all windows
+                await self._engine.perceive(
+                    _MODALITY,
+                    lambda _, cancelled: self._sound.restore_pausing(cancelled),
+                    drop=lambda _: None,
+                )
+            return await self._generate(request)
+
+    async def _generate(self, request: WindowRequest) -> WindowResult:
+        output = await self._engine.generate(
+            self._sound.make_prompt(request),
+            make_params(request, self._options),
+            request_id=self._request_id,
+            group=self._request_id,
+        )
         return read_result(output)
 
 
