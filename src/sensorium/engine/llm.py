@@ -208,11 +208,11 @@ class LLM:
         A sound is the path of a file, an address, the bytes of a file, or a pair of samples and
         their rate. It may have any length. The sounds of one call are computed together. `options`
         are those of `sensorium.speech.options.SpeechOptions`. Raises a `RequestError` if the model
-        is no speech model, or if a sound can't be decoded.
+        does not transcribe, or if a sound can't be decoded.
         """
         self._check_open()
         if self._speech is None:
-            raise RequestError("this model is no speech model, so it can't transcribe")
+            raise RequestError("this model does not transcribe sounds")
         batch = TranscriptBatch(
             self._speech,
             self.perception.readonly,
