@@ -21,7 +21,15 @@ from sensorium.models import ensure_torchvision
 
 ensure_torchvision()
 
-from tiny_models import audio, gemma, qwen, speech, text, vision  # noqa: E402  (after the shim)
+from tiny_models import (  # noqa: E402  (after the shim)
+    audio,
+    gemma,
+    qwen,
+    recognition,
+    speech,
+    text,
+    vision,
+)
 
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llama": text.make_llama,
@@ -46,6 +54,8 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "audioflamingo3": audio.make_audioflamingo3,
     "qwen2_5_omni": audio.make_qwen2_5_omni,
     "voxtral": audio.make_voxtral,
+    "glmasr": recognition.make_glmasr,
+    "qwen3_asr": recognition.make_qwen3_asr,
     "whisper": speech.make_whisper,
     "whisper_en": speech.make_whisper_en,
     "moonshine": speech.make_moonshine,

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from sensorium.engine.build.frontend import Perception
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_client import CoreClient
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.inputs.preparation import Preparation
+from sensorium.engine.inputs.preparation import BeginPerceiving, Preparation
 from sensorium.engine.inputs.renderer import Chat, Renderer
 from sensorium.multimodal.cache.mirror import MirrorSender
-from sensorium.multimodal.media import MediaItem, PerceptionOptions
-from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -37,6 +35,7 @@ from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, Prompt
 from sensorium.types.sampling import SamplingParams
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _FLUSH_S = 1.0  # how long an idle core may keep items that this frontend has evicted
 
@@ -193,14 +192,19 @@ class AsyncEngine:
     # ---- requests
 
     async def generate(
-        self, prompt: Prompt | Chat, params: SamplingParams, *, request_id: str
+        self,
+        prompt: Prompt | Chat,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
     ) -> RequestOutput:
         """Run one request, and return its whole output under the caller's `request_id`.
 
-        If the caller's task is cancelled, the request is aborted. A request that fails raises its
-        error.
+        `group` is that of `stream`. If the caller's task is cancelled, the request is aborted. A
+        request that fails raises its error.
         """
-        async with self._run(prompt, params, is_streamed=False, group=None) as (_, reader):
+        async with self._run(prompt, params, is_streamed=False, group=group) as (_, reader):
             await reader.wait()
             if reader.output is not None:
                 return _finish(reader.output, request_id)
@@ -256,19 +260,14 @@ class AsyncEngine:
         finally:
             self._inputs.release(prepared.processed)
 
-    @asynccontextmanager
     async def perceive(
-        self, item: MediaItem, options: PerceptionOptions
-    ) -> AsyncIterator[PerceivedItem]:
-        """Process a media item without a prompt, and yield it with its tensors.
+        self, modality: str, begin: BeginPerceiving[T], *, drop: Callable[[T], None]
+    ) -> T:
+        """Run work on media without a prompt, and return its result.
 
-        The item is released at the end of the block. The cache that the core mirrors is not used.
+        `Preparation.perceive` explains the arguments. The cache that the core mirrors is not used.
         """
-        item_and_tensors = await self._preparation.perceive(item, options)
-        try:
-            yield item_and_tensors
-        finally:
-            self._inputs.readonly.release([item_and_tensors])
+        return await self._preparation.perceive(modality, begin, drop=drop)
 
     async def reset_cache(self, level: str) -> None:
         """Empty one cache, here and in the core, and wait until the core has done so.

@@ -63,6 +63,7 @@ class PerceptionOptions:
     media_io_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cache_salt: str | None = None  # items of different salts share nothing
     uuid_scope: str | None = None  # digest of the client: others may use the same uuids
+    is_decoded_only: bool = False  # of sounds: their samples are wanted, not the model's inputs
 
 
 _MEBIBYTE = 2**20

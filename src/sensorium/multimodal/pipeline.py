@@ -124,6 +124,21 @@ class MediaPipeline:
             raise
         return [call.get_result() for call in calls]
 
+    def identify_pausing(
+        self, item: MediaItem, *, cancelled: Future[None] | None = None
+    ) -> Pausing[tuple[MediaItem, str]]:
+        """Load the source of a media item, and return the item with it, and the source's digest.
+
+        Nothing is decoded and no cache is read. This generator pauses while the source is fetched.
+        """
+        call = _ItemCall(self, item, PerceptionOptions(), cancelled, needs_tensors=True)
+        if call.needs_source:
+            yield from self._load([call], cancelled)
+        with at(*item.path):
+            if not item.is_encoded:
+                check_unread(item.modality, call.source, self.limits)
+            return replace(item, media=call.source), self.hasher.digest_source(call.source)
+
     def release(self, items: Iterable[PerceivedItem]) -> None:
         """Release the handles of the items, so that the cache may evict what no other request uses.
 
@@ -281,7 +296,7 @@ class _ItemCall:
             )
         mm_hash = self._pipeline.hasher.name_item(
             source.digest,
-            modality=item.modality,
+            modality=f"{item.modality}/decoded" if options.is_decoded_only else item.modality,
             decode_options=decode_options,
             processor_kwargs=processor_kwargs,
             cache_salt=options.cache_salt,
@@ -291,6 +306,7 @@ class _ItemCall:
             modality=item.modality,
             decode_options=decode_options,
             processor_kwargs=processor_kwargs,
+            is_decoded_only=options.is_decoded_only,
         )
 
     def _join(self) -> None:

@@ -253,6 +253,28 @@ class MistralTemplate:
             raise RequestError(f"the tokenizer refuses this conversation: {reason}") from error
         return tokens
 
+    def render_transcription(self, language: str | None) -> list[int] | None:
+        """Return the token ids of a request for a transcript, with one marker token for the sound.
+
+        `language` is a code such as "en", or `None`. Return `None` if the tokenizer has no requests
+        of this kind. Raise a `RequestError` if it does not take the language.
+        """
+        if self._tokenizer.instruct_tokenizer.audio_encoder is None:
+            return None
+        from mistral_common.protocol.transcription.request import TranscriptionRequest
+
+        try:
+            # The marker encoder does not read the sound, but it must not be empty.
+            fields = {"audio": b"any", "language": language}
+            request = TranscriptionRequest.model_validate(fields)
+            tokens: list[int] = self._tokenizer.encode_transcription(request).tokens
+        except Exception as error:  # its validation raises errors of many kinds
+            reason = str(error)[:_MAX_ERROR]
+            raise RequestError(
+                f"the tokenizer refuses this transcript: {reason}", path=("language",)
+            ) from error
+        return tokens
+
 
 class _MarkerEncoder:
     """A replacement for mistral-common's audio encoder that writes one marker per audio item.
@@ -263,6 +285,8 @@ class _MarkerEncoder:
     def __init__(self, encoder: Any) -> None:
         from mistral_common.tokens.tokenizers.audio import Audio, AudioEncoding
 
+        # The tokenizer reads these when it writes the prompt of a transcript.
+        self.audio_config, self.special_ids = encoder.audio_config, encoder.special_ids
         self._encoding = AudioEncoding(
             tokens=[encoder.begin_audio_token, encoder.audio_token],
             audio=Audio(np.zeros(1, dtype=np.float32), sampling_rate=16_000, format="wav"),

@@ -70,6 +70,14 @@ class ChatRenderer:
             text=text, media=items, add_special_tokens=self._needs_special_tokens(text)
         )
 
+    def render_transcription(self, language: str | None) -> list[int] | None:
+        """Return the token ids of the model's own prompt for a transcript, with one audio marker.
+
+        `language` is the code of the spoken language, if it is known. Return `None` if the
+        tokenizer has no such prompt. Raise a `RequestError` if it does not take the language.
+        """
+        return None if self._mistral is None else self._mistral.render_transcription(language)
+
     def learn(self, options: ChatOptions, modalities: Sequence[str]) -> None:
         """Find out in advance which forms of message content the chat templates accept.
 

@@ -6,11 +6,13 @@ A piece ends where the sound is quiet, so that no word is cut in two.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from sensorium.speech.languages import WITHOUT_SPACES
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript
 from sensorium.speech.whisper_tokens import SpeechTokenizer
@@ -23,6 +25,7 @@ _STEP_S = 0.02
 _SEARCHED = 1 / 3  # the last part of a piece, in which it may end
 _TOKENS_PER_S = 6.5  # more than anyone speaks; a text with more repeats itself
 _MIN_TOKENS = 8
+_NUM_AHEAD = 3  # pieces that may run before the text of an earlier one is known
 _POSITIONS_PER_S = 50  # that sounds are counted by, as those of Whisper
 
 
@@ -66,47 +69,95 @@ def transcribe_pieces(
     The frames of its requests are samples. `max_positions` is the context of the decoder, and
     `end_ids` are the tokens that end a text. Each piece is a segment.
     """
-    segments: list[Segment] = []
-    num_output_tokens = 0
-    for start, end in find_cuts(samples, rate, max_s=max_s):
+
+    def make_request(start: int, end: int) -> WindowRequest:
         most = max(_MIN_TOKENS, math.ceil(_TOKENS_PER_S * (end - start) / rate))
-        result = yield WindowRequest(
+        return WindowRequest(
             first_frame=start,
             num_frames=end - start,
             prompt_token_ids=prompt_token_ids,
             max_tokens=min(most, max_positions - len(prompt_token_ids)),
             temperature=options.temperature or 0.0,
         )
-        if result is None:
-            raise InvariantError("a piece of a sound was not answered")
-        num_output_tokens += len(result.token_ids)
+
+    def read(result: WindowResult) -> PieceText:
         kept = [i for i, token_id in enumerate(result.token_ids) if token_id not in end_ids]
         text = tokenizer.decode([result.token_ids[i] for i in kept]).strip()
-        if not text:
+        return PieceText(text=text, kept=kept)
+
+    cuts = find_cuts(samples, rate, max_s=max_s)
+    transcript = yield from transcribe_cuts(
+        cuts, rate, make_request=make_request, read=read, tokenizer=tokenizer, options=options
+    )
+    num_audio_tokens = math.ceil(_POSITIONS_PER_S * len(samples) / rate)
+    return replace(transcript, usage=replace(transcript.usage, num_audio_tokens=num_audio_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceText:
+    """What was written down of a piece, and which tokens of the result are its text."""
+
+    text: str  # without white space around it
+    kept: Sequence[int]  # indices into the tokens of the result
+    language: str | None = None  # its code, if the model names the language
+    num_text_tokens: int = 0  # of the prompt
+    num_audio_tokens: int = 0  # of the prompt
+
+
+def transcribe_cuts(
+    cuts: Sequence[tuple[int, int]],
+    rate: int,
+    *,
+    make_request: Callable[[int, int], WindowRequest],
+    read: Callable[[WindowResult], PieceText],
+    tokenizer: SpeechTokenizer,
+    options: SpeechOptions,
+    language: str | None = None,
+) -> Transcription:
+    """Return a generator that asks for pieces [start, end) of a sound, and returns its transcript.
+
+    The pieces are in samples. `make_request` makes the request of a piece, and `read` reads the
+    result. `language` is the code of the spoken language, if the caller has given it. Otherwise it
+    is the first one that the model names. Each piece that has a text is a segment.
+    """
+    segments: list[Segment] = []
+    usage = SpeechUsage()
+    requests = tuple(make_request(start, end) for start, end in cuts)
+    for index, (start, end) in enumerate(cuts):
+        following = requests[index + 1 : index + 1 + _NUM_AHEAD]
+        result = yield replace(requests[index], following=following)
+        if result is None:
+            raise InvariantError("a piece of a sound was not answered")
+        piece = read(result)
+        usage = SpeechUsage(
+            num_text_tokens=usage.num_text_tokens + piece.num_text_tokens,
+            num_audio_tokens=usage.num_audio_tokens + piece.num_audio_tokens,
+            num_output_tokens=usage.num_output_tokens + len(result.token_ids),
+        )
+        language = language or piece.language
+        if not piece.text:
             continue
+        space = " " if segments and language not in WITHOUT_SPACES else ""
         segment = Segment(
             index=len(segments),
             seek=100 * start // rate,
             start=start / rate,
             end=end / rate,
-            text=f" {text}" if segments else text,
-            token_ids=tuple(result.token_ids[i] for i in kept),
+            text=space + piece.text,
+            token_ids=tuple(result.token_ids[i] for i in piece.kept),
             temperature=options.temperature or 0.0,
             avg_logprob=sum(result.logprobs) / max(1, len(result.logprobs)),
-            scores=_make_scores(result, kept, tokenizer) if options.needs_logprobs else (),
+            scores=_make_scores(result, piece.kept, tokenizer) if options.needs_logprobs else (),
         )
         segments.append(segment)
         yield segment
     return Transcript(
         text="".join(segment.text for segment in segments),
         task=options.task,
-        language=options.language,
-        duration_s=len(samples) / rate,
+        language=language or options.language,
+        duration_s=cuts[-1][1] / rate,
         segments=tuple(segments),
-        usage=SpeechUsage(
-            num_audio_tokens=math.ceil(_POSITIONS_PER_S * len(samples) / rate),
-            num_output_tokens=num_output_tokens,
-        ),
+        usage=usage,
     )
 
 

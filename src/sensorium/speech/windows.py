@@ -6,8 +6,8 @@ no engine. In between they yield each `Segment` that is final.
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,8 @@ class WindowRequest:
     # Of this token, the probability right behind the prompt's token at an index is wanted.
     scored_token: tuple[int, int] | None = None  # (index in the prompt, token id)
     needs_alignment: bool = False
+    # Requests that come next whatever this one's result is, so that they may run beside it.
+    following: tuple[WindowRequest, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,7 @@ class WindowResult:
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    prompt_token_ids: Sequence[int] = ()  # with the placeholders of the sound, if it has any
     scored_probability: float | None = None
     # The attention of the prompt's tokens to the positions of the window, for each of the heads
     # that align: float32 [heads, tokens, positions].

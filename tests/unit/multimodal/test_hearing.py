@@ -10,11 +10,11 @@ import pytest
 
 from sensorium.models.loading import load_config
 from sensorium.multimodal.media import MediaLimits
-from sensorium.multimodal.processing.item_worker import Hearing, ItemJob, ItemWorker
+from sensorium.multimodal.processing.item_worker import SAMPLES, Hearing, ItemJob, ItemWorker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ProcessedItem
-from tests.support.media import make_melody
+from tests.support.media import make_melody, write_sound
 
 RATE = 16_000
 # The windows of the tiny models, in seconds. Audio Flamingo's is set here: ten minutes take long.
@@ -117,3 +117,22 @@ def test_most_sounds_need_no_further_look(
 
 def _refuse_to_ask(*_: object) -> bool:
     raise AssertionError("the processor was asked again")
+
+
+def test_a_sound_that_is_only_decoded_may_be_longer_than_the_window_but_not_than_the_limit(
+    processor_of: Callable[[str], MultiModalProcessor],
+) -> None:
+    worker = ItemWorker(processor_of("qwen2_audio"), MediaLimits(max_duration_s=10.0))
+    job = ItemJob(
+        mm_hash="name",
+        modality="audio",
+        decode_options={},
+        processor_kwargs={},
+        is_decoded_only=True,
+    )
+    sound = make_melody(round(8.0 * RATE))
+    item, times = worker.process(job, write_sound(sound, "WAV", "FLOAT"))
+    assert np.array_equal(item.kwargs[SAMPLES].numpy(), sound)
+    assert (item.mm_hash, set(times)) == ("name", {"decode", "process"})
+    with pytest.raises(RequestError, match="longer than 10"):
+        worker.process(job, write_sound(make_melody(11 * RATE), "WAV", "FLOAT"))

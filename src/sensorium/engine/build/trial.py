@@ -38,7 +38,7 @@ from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
-from sensorium.types.multimodal import Transfer
+from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, Prompt, TokenLogprobs
 from sensorium.types.sampling import MAX_LOGPROBS, GenerationDefaults, SamplingParams, TokenBans
 
@@ -322,6 +322,8 @@ class Trial:
             if len(media) < 2:
                 raise
             items = [tensors[feature.mm_hash] for feature in request.mm_features]
+            if not _can_be_joined(items):  # only the processor could pad them to one length
+                return self._make_case(request_id, texts[1:], modality, media[1:])
             whole = {"input_ids": torch.tensor([list(request.prompt_token_ids)]), **collate(items)}
         if whole["input_ids"][0].tolist() != list(request.prompt_token_ids):
             raise ModelError(_explain_prompt(modality, len(media)))
@@ -437,6 +439,12 @@ def _check_prefix_hits(
     for length, answer in zip(lengths, answers, strict=True):
         if length > config.block_size and not answer.num_cached_tokens:
             raise InvariantError("a prompt that was just computed is not in the prefix cache")
+
+
+def _can_be_joined(items: Sequence[MultiModalKwargsItem]) -> bool:
+    """Return whether the tensors of each name differ in their first dimension alone."""
+    shapes = [{name: tensor.shape[1:] for name, tensor in item.items()} for item in items]
+    return all(shape == shapes[0] for shape in shapes)
 
 
 def _explain_prompt(modality: str | None, num_items: int) -> str:

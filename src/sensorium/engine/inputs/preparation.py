@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from sensorium.engine.inputs.renderer import Chat, Prepared, Renderer
-from sensorium.multimodal.media import MediaItem, PerceptionOptions
-from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.types.errors import StoppingError
 from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing
 
 T = TypeVar("T")
+BeginPerceiving = Callable[[MediaPipeline, Future[None]], Pausing[T]]
 _NUM_THREADS = {
     "text": 4,
     "long": 2,  # few, because tokenising a long text takes much memory
@@ -102,22 +102,20 @@ class Preparation:
         )
         return again
 
-    async def perceive(self, item: MediaItem, options: PerceptionOptions) -> PerceivedItem:
-        """Process a media item for a request of several prompts, in the threads for media.
+    async def perceive(
+        self, modality: str, begin: BeginPerceiving[T], *, drop: Callable[[T], None]
+    ) -> T:
+        """Run work on media for a request of several prompts, in the threads for media.
 
-        Return the item with its tensors. The caller has to release it to the read-only pipeline.
-        Raise a `RequestError` if the item can't be processed.
+        `begin` gets the read-only pipeline, and a future that completes if the result is no longer
+        wanted. `drop` is called with a result that comes too late. Raise a `RequestError` if the
+        modality is switched off.
         """
         inputs, cancelled = self._renderer.inputs, Future[None]()
-        inputs.switched_off.check(item.modality)
-        pipeline = inputs.readonly
-        (perceived,), _ = await self._run(
-            pipeline.perceive_pausing([item], options, cancelled=cancelled),
-            self._threads["media"],
-            cancelled,
-            drop=pipeline.release,
-        )
-        return perceived
+        inputs.switched_off.check(modality)
+        work = begin(inputs.readonly, cancelled)
+        result, _ = await self._run(work, self._threads["media"], cancelled, drop=drop)
+        return result
 
     async def _run(
         self,

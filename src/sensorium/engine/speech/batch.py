@@ -17,15 +17,15 @@ from tqdm import tqdm
 
 from sensorium.engine.failures import make_failure
 from sensorium.engine.speech.models import SpeechModel
-from sensorium.engine.speech.sounds import PromptScope, Sound, make_params, read_result
-from sensorium.multimodal.media import MediaItem, PerceptionOptions
-from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.engine.speech.sounds import PromptScope, SoundSource, make_params, read_result
+from sensorium.multimodal.media import MediaItem
+from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, SpeechUsage, Task, Transcript, TranscriptDelta
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import MissingMediaError, RequestError
 from sensorium.types.outputs import RequestOutput
-from sensorium.types.request import RenderedPrompt
+from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import run_through
 
@@ -52,11 +52,20 @@ class _Running:
     """A transcript that has begun: its sound, and the rules that ask for windows of it."""
 
     index: int
-    item: PerceivedItem
-    sound: Sound
+    sound: SoundSource
     rules: Transcription
     segments: list[Segment] = field(default_factory=list)
     done_s: float = 0.0
+    due_frame: int = 0  # the first frame of the window that the rules wait for
+    asked_frames: set[int] = field(default_factory=set)
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # of windows that are not due
+
+    def take_due(self) -> RequestOutput | None:
+        """Return the output of the window that is due, or `None` if it has not ended."""
+        output = self.outputs.pop(self.due_frame, None)
+        if output is not None:
+            self.asked_frames.discard(self.due_frame)  # it may be asked for once more
+        return output
 
 
 class TranscriptBatch:
@@ -69,11 +78,11 @@ class TranscriptBatch:
 
     def __init__(
         self,
-        model: SpeechModel,
+        model: SpeechModel[Any],
         pipeline: MediaPipeline,
         options: SpeechOptions,
         *,
-        add: Callable[[RenderedPrompt, SamplingParams], str],
+        add: Callable[[Prompt, SamplingParams], str],
         step: Callable[[Collection[str]], Iterable[RequestOutput]],
         abort: Callable[[Sequence[str]], None],
         max_running: int,
@@ -85,7 +94,8 @@ class TranscriptBatch:
         self._step = step
         self._abort = abort
         self._max_running = max_running
-        self._running: dict[str, _Running] = {}  # by the id of the request of its window
+        # By the id of a request: the transcript that its window belongs to, and its first frame.
+        self._running: dict[str, tuple[_Running, int]] = {}
 
     def run(self, sounds: Sequence[Any]) -> Generator[TranscriptDelta, None, None]:
         """Transcribe all sounds together, and yield what is new as soon as it is final.
@@ -104,11 +114,12 @@ class TranscriptBatch:
                     if time.monotonic() > deadline:
                         break
                 for output in self._step(self._running) if self._running else ():
-                    yield self._continue(self._running.pop(output.request_id), output)
+                    delta = self._continue(output.request_id, output)
+                    if delta is not None:
+                        yield delta
         finally:
-            self._abort(tuple(self._running))
-            for running in self._running.values():
-                self._end(running)
+            while self._running:
+                self._end(next(iter(self._running.values()))[0])
 
     def _begin(self, index: int, sound: Any) -> TranscriptDelta:
         try:
@@ -120,31 +131,37 @@ class TranscriptBatch:
 
     def _start(self, index: int, sound: Any) -> _Running:
         item = MediaItem(path=(), modality=_MODALITY, media=_read(sound))
-        (perceived,) = run_through(self._pipeline.perceive_pausing([item], PerceptionOptions()))
+        opening = self._model.open_pausing(item, pipeline=self._pipeline, scope=PromptScope())
+        opened: SoundSource = run_through(opening)
         try:
-            heard = Sound(perceived, self._model.processor, PromptScope())
-            rules = self._model.start(heard, self._options)
+            rules = self._model.start(opened, self._options)
         except BaseException:
-            self._pipeline.release([perceived])
+            opened.release()
             raise
-        return _Running(index=index, item=perceived, sound=heard, rules=rules)
+        return _Running(index=index, sound=opened, rules=rules)
 
-    def _continue(self, running: _Running, output: RequestOutput) -> TranscriptDelta:
-        if output.error is None:
-            return self._advance(running, read_result(output))
-        self._end(running)
-        return _make_delta(running, (), self._make_failed(running.index, output.error, running))
+    def _continue(self, request_id: str, output: RequestOutput) -> TranscriptDelta | None:
+        """Take the result of a window. Return what is new, or `None` if other windows are due."""
+        asked = self._running.pop(request_id, None)
+        if asked is None:  # its transcript has failed in another window
+            return None
+        running, first_frame = asked
+        running.outputs[first_frame] = output
+        due = running.take_due()
+        return None if due is None else self._advance(running, due)
 
-    def _advance(self, running: _Running, result: WindowResult | None) -> TranscriptDelta:
-        """Go on with a transcript up to its next window, and return what is new."""
+    def _advance(self, running: _Running, output: RequestOutput | None) -> TranscriptDelta:
+        """Go on with a transcript up to a window without a result, and return what is new."""
         num_before, final = len(running.segments), None
         try:
-            step = running.rules.send(result)
-            while isinstance(step, Segment):
-                running.segments.append(step)
-                running.done_s = max(running.done_s, step.end)
-                step = next(running.rules)
-            self._ask(running, step)
+            step = running.rules.send(_read_result(output))
+            while isinstance(step, Segment) or (output := self._ask(running, step)) is not None:
+                if isinstance(step, Segment):
+                    running.segments.append(step)
+                    running.done_s = max(running.done_s, step.end)
+                    step = next(running.rules)
+                else:
+                    step = running.rules.send(_read_result(output))
         except StopIteration as end:
             self._end(running)
             final = end.value
@@ -157,16 +174,36 @@ class TranscriptBatch:
             raise
         return _make_delta(running, running.segments[num_before:], final)
 
-    def _ask(self, running: _Running, request: WindowRequest) -> None:
-        params = make_params(request, self._options)
-        self._running[self._add(running.sound.make_prompt(request), params)] = running
+    def _ask(self, running: _Running, request: WindowRequest) -> RequestOutput | None:
+        """Give a window and those that follow it to the engine.
+
+        Return the output of the window if it has ended already.
+        """
+        for each in (request, *request.following):
+            if each.first_frame not in running.asked_frames:
+                running.asked_frames.add(each.first_frame)
+                self._running[self._add_window(running, each)] = running, each.first_frame
         # Windows of silence have no segments, but they are done as well.
         share = request.first_frame / max(1, running.sound.num_frames)
         running.done_s = max(running.done_s, share * running.sound.duration_s)
+        running.due_frame = request.first_frame
+        return running.take_due()
+
+    def _add_window(self, running: _Running, request: WindowRequest) -> str:
+        params = make_params(request, self._options)
+        try:
+            return self._add(running.sound.make_prompt(request), params)
+        except MissingMediaError:
+            run_through(running.sound.restore_pausing())
+            return self._add(running.sound.make_prompt(request), params)
 
     def _end(self, running: _Running) -> None:
+        left = [name for name, (owner, _) in self._running.items() if owner is running]
+        self._abort(left)
+        for name in left:
+            del self._running[name]
         running.rules.close()
-        self._pipeline.release([running.item])
+        running.sound.release()
 
     def _make_failed(
         self, index: int, error: Exception, running: _Running | None = None
@@ -194,6 +231,15 @@ def _read(sound: Any) -> Any:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RequestError(f"the file {os.fspath(sound)!r} can't be read: {reason}") from error
+
+
+def _read_result(output: RequestOutput | None) -> WindowResult | None:
+    """Return the result of a window, or `None` before the first one. Raise the error it has."""
+    if output is None:
+        return None
+    if output.error is not None:
+        raise output.error
+    return read_result(output)
 
 
 def _make_delta(
@@ -238,7 +284,7 @@ def finish_transcripts(deltas: Iterable[TranscriptDelta], *, use_tqdm: bool) -> 
     return [finals[index] for index in sorted(finals)]
 
 
-def make_options(given: Mapping[str, Any], model: SpeechModel) -> SpeechOptions:
+def make_options(given: Mapping[str, Any], model: SpeechModel[Any]) -> SpeechOptions:
     """Return the options of a call.
 
     Raise a `RequestError` that names an option that is unknown, or that the model can't follow.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from sensorium.engine.build.frontend import Frontend
-from sensorium.engine.speech.sounds import Sound
+from sensorium.engine.speech.chat_models import read_chat_model
+from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, open_sound_pausing
 from sensorium.models.checkpoint import read_json
 from sensorium.models.encoder_decoder import WINDOW_S
+from sensorium.multimodal.media import MediaItem
+from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import transcribe_pieces
@@ -23,6 +27,9 @@ from sensorium.speech.whisper_tokens import (
 )
 from sensorium.speech.windows import Transcription
 from sensorium.types.errors import RequestError
+from sensorium.utils.pausing import Pausing
+
+_Sound = TypeVar("_Sound", bound=SoundSource)
 
 
 class TextTokens:
@@ -65,11 +72,8 @@ def _make_byte_table() -> dict[str, int]:
     return table | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class SpeechModel(Protocol):
+class SpeechModel(Protocol[_Sound]):
     """A model that transcribes: what it can do, and the rules by which it does so."""
-
-    @property
-    def processor(self) -> SoundProcessor: ...
 
     @property
     def can_translate(self) -> bool: ...
@@ -80,7 +84,22 @@ class SpeechModel(Protocol):
     @property
     def has_words(self) -> bool: ...
 
-    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+    def open_pausing(
+        self,
+        item: MediaItem,
+        *,
+        pipeline: MediaPipeline,
+        scope: PromptScope,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[_Sound]:
+        """Return a sound that is ready to be transcribed. The caller has to release it.
+
+        `pipeline` does not serve the core. The generator pauses while the sound is fetched. Raise a
+        `RequestError` if the sound can't be decoded.
+        """
+        ...
+
+    def start(self, sound: _Sound, options: SpeechOptions) -> Transcription:
         """Return the rules of one transcript, as a generator.
 
         Raise a `RequestError` if the model can't do what the options ask for.
@@ -88,8 +107,27 @@ class SpeechModel(Protocol):
         ...
 
 
+class _WithSoundProcessor:
+    """A model whose sounds are processed as a whole, before windows are cut out of them."""
+
+    __slots__ = ()
+    processor: SoundProcessor
+
+    def open_pausing(
+        self,
+        item: MediaItem,
+        *,
+        pipeline: MediaPipeline,
+        scope: PromptScope,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[Sound]:
+        return open_sound_pausing(
+            self.processor, item, pipeline=pipeline, scope=scope, cancelled=cancelled
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhisperModel:
+class WhisperModel(_WithSoundProcessor):
     """A Whisper: its processor for sounds, its tokens and its settings."""
 
     processor: SoundProcessor
@@ -115,7 +153,7 @@ class WhisperModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceModel:
+class PieceModel(_WithSoundProcessor):
     """A model that writes down one short sound at a time, such as Moonshine.
 
     Its segments are the pieces that a long sound is cut into, so their times are coarse.
@@ -144,15 +182,25 @@ class PieceModel:
         )
 
 
-def read_speech_model(frontend: Frontend) -> SpeechModel | None:
-    """Return what a model can transcribe, or `None` if it is no speech model."""
+def read_speech_model(
+    frontend: Frontend, *, chat_template: str | None = None
+) -> SpeechModel[Any] | None:
+    """Return what a model can transcribe, or `None` if it can't.
+
+    `chat_template` is the text of a template to use instead of the model's.
+    """
     processor, config = frontend.processor, frontend.checkpoint.hf_config
-    if processor.beside is None:
-        return None
-    generation: Mapping[str, Any] = read_json(
-        frontend.checkpoint.directory / "generation_config.json"
-    )
+    directory = frontend.checkpoint.directory
     tokenizer = TextTokens(processor.tokenizer)
+    if processor.beside is None:
+        return read_chat_model(
+            processor,
+            tokenizer,
+            model_type=config.model_type,
+            folder=directory.name,
+            chat_template=chat_template,
+        )
+    generation: Mapping[str, Any] = read_json(directory / "generation_config.json")
     if config.model_type == "whisper":
         return WhisperModel(
             processor=processor.beside,

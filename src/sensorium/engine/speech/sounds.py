@@ -8,21 +8,25 @@ window is found again when the same sound comes again.
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.media import MediaItem, PerceptionOptions
+from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
 from sensorium.multimodal.processing.sounds import NUM_SAMPLES, SoundProcessor
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.windows import WindowRequest, WindowResult
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import PlaceholderRange
 from sensorium.types.outputs import RequestOutput
-from sensorium.types.request import RenderedPrompt
+from sensorium.types.request import Prompt, RenderedPrompt
 from sensorium.types.sampling import SamplingParams, SpeechRules
+from sensorium.utils.pausing import Pausing
 
 _MODALITY = "audio"
 
@@ -35,13 +39,48 @@ class PromptScope:
     priority: int = 0
 
 
+class SoundSource(Protocol):
+    """A sound that is open for one transcript, and makes the prompts of its windows."""
+
+    @property
+    def duration_s(self) -> float: ...
+
+    @property
+    def num_frames(self) -> int:
+        """The number of frames in which the rules of its model count."""
+        ...
+
+    def make_prompt(self, request: WindowRequest) -> Prompt:
+        """Return the prompt with which the engine decodes a window."""
+        ...
+
+    def restore_pausing(self, cancelled: Future[None] | None = None, /) -> Pausing[None]:
+        """Get what the prompts need again, because a prompt named media that no cache has.
+
+        The generator pauses for media as `MediaPipeline.perceive_pausing` does.
+        """
+        ...
+
+    def release(self) -> None:
+        """Release what the sound holds in caches. This is called once."""
+        ...
+
+
 class Sound:
     """The features of one sound, from which the windows of its transcript are cut."""
 
-    def __init__(self, item: PerceivedItem, processor: SoundProcessor, scope: PromptScope) -> None:
+    def __init__(
+        self,
+        item: PerceivedItem,
+        processor: SoundProcessor,
+        scope: PromptScope,
+        pipeline: MediaPipeline,
+    ) -> None:
         kwargs = item.handle.kwargs
         if kwargs is None:
             raise InvariantError(f"sound {item.handle.mm_hash} has no features")
+        self._item = item
+        self._pipeline = pipeline
         self._mm_hash = item.handle.mm_hash
         self._processor = processor
         self._features: torch.Tensor = kwargs[processor.input_name]
@@ -77,6 +116,27 @@ class Sound:
             prompt["cache_salt"] = self._scope.cache_salt
         return prompt
 
+    def restore_pausing(self, _cancelled: Future[None] | None = None, /) -> Pausing[None]:
+        """Do nothing, because every prompt brings its tensors."""
+        yield from ()
+
+    def release(self) -> None:
+        self._pipeline.release([self._item])
+
+
+def open_sound_pausing(
+    processor: SoundProcessor,
+    item: MediaItem,
+    *,
+    pipeline: MediaPipeline,
+    scope: PromptScope,
+    cancelled: Future[None] | None = None,
+) -> Pausing[Sound]:
+    """Compute the features of a whole sound, and return it. The caller has to release it."""
+    options = PerceptionOptions(cache_salt=scope.cache_salt)
+    (perceived,) = yield from pipeline.perceive_pausing([item], options, cancelled=cancelled)
+    return Sound(perceived, processor, scope, pipeline)
+
 
 def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParams:
     """Return the sampling parameters for one window, with those that the caller has chosen."""
@@ -108,6 +168,7 @@ def read_result(output: RequestOutput) -> WindowResult:
     entries = zip(completion.token_ids, completion.logprobs or (), strict=True)
     return WindowResult(
         token_ids=completion.token_ids,
+        prompt_token_ids=output.prompt_token_ids,
         logprobs=tuple(entry[token_id].logprob for token_id, entry in entries),
         scored_probability=None
         if found is None or found.logprob is None

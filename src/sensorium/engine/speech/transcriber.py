@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from concurrent.futures import Future
 from contextlib import closing
+from typing import Any
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.speech.models import SpeechModel
-from sensorium.engine.speech.sounds import PromptScope, Sound, make_params, read_result
-from sensorium.multimodal.media import MediaBytes, MediaItem, PerceptionOptions
+from sensorium.engine.speech.sounds import PromptScope, SoundSource, make_params, read_result
+from sensorium.multimodal.media import MediaBytes, MediaItem
+from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, Transcript
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
+from sensorium.types.errors import MissingMediaError
+from sensorium.utils.pausing import Pausing
 
 _FIELD = ("file",)
+_MODALITY = "audio"
 
 
 class AsyncTranscriber:
     """A transcriber of sounds for one frontend. It runs any number of transcripts at a time.
 
-    The windows of a sound run one after the other, because each depends on the text before it.
-    Those of different sounds are computed together.
+    The windows of a sound run one after the other if each depends on the text before it, and some
+    at a time otherwise. Those of different sounds are computed together.
     """
 
-    def __init__(self, engine: AsyncEngine, model: SpeechModel) -> None:
+    def __init__(self, engine: AsyncEngine, model: SpeechModel[Any]) -> None:
         self._engine = engine
         self._model = model
 
@@ -54,11 +60,9 @@ class AsyncTranscriber:
         decoded, or if the model can't do what the options ask for. Closing the generator aborts the
         transcript.
         """
-        scope = PromptScope(cache_salt=cache_salt)
-        item = MediaItem(path=_FIELD, modality="audio", media=MediaBytes(media))
-        perception = PerceptionOptions(cache_salt=cache_salt)
-        async with self._engine.perceive(item, perception) as perceived:
-            sound = Sound(perceived, self._model.processor, scope)
+        sound = await self._open(media, PromptScope(cache_salt=cache_salt))
+        windows = _Windows(self._engine, sound, options, request_id)
+        try:
             with closing(self._model.start(sound, options)) as rules:
                 result: WindowResult | None = None
                 while not isinstance(step := await _advance_apart(rules, result), Transcript):
@@ -66,11 +70,71 @@ class AsyncTranscriber:
                     if isinstance(step, Segment):
                         yield step
                         continue
-                    output = await self._engine.generate(
-                        sound.make_prompt(step), make_params(step, options), request_id=request_id
-                    )
-                    result = read_result(output)
+                    result = await windows.decode(step)
+        finally:
+            await windows.close()
+            sound.release()
         yield step
+
+    async def _open(self, media: bytes, scope: PromptScope) -> SoundSource:
+        item = MediaItem(path=_FIELD, modality=_MODALITY, media=MediaBytes(media))
+
+        def begin(pipeline: MediaPipeline, cancelled: Future[None]) -> Pausing[SoundSource]:
+            return self._model.open_pausing(
+                item, pipeline=pipeline, scope=scope, cancelled=cancelled
+            )
+
+        return await self._engine.perceive(
+            _MODALITY, begin, drop=lambda unwanted: unwanted.release()
+        )
+
+
+class _Windows:
+    """The windows of one transcript that the engine decodes: the due one, and some that follow."""
+
+    def __init__(
+        self, engine: AsyncEngine, sound: SoundSource, options: SpeechOptions, request_id: str
+    ) -> None:
+        self._engine = engine
+        self._sound = sound
+        self._options = options
+        self._request_id = request_id
+        self._tasks: dict[int, asyncio.Task[WindowResult]] = {}  # by the first frame of a window
+        self._restoring = asyncio.Lock()
+
+    async def decode(self, request: WindowRequest) -> WindowResult:
+        """Return what the engine finds in a window. Those that follow it are begun, too."""
+        for each in (request, *request.following):
+            if each.first_frame not in self._tasks:
+                self._tasks[each.first_frame] = asyncio.create_task(self._run(each))
+        return await self._tasks.pop(request.first_frame)
+
+    async def close(self) -> None:
+        """Abort the windows that were begun and whose results are not wanted any more."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _run(self, request: WindowRequest) -> WindowResult:
+        try:
+            return await self._generate(request)
+        except MissingMediaError:
+            async with self._restoring:  # the sound is needed once for all windows
+                await self._engine.perceive(
+                    _MODALITY,
+                    lambda _, cancelled: self._sound.restore_pausing(cancelled),
+                    drop=lambda _: None,
+                )
+            return await self._generate(request)
+
+    async def _generate(self, request: WindowRequest) -> WindowResult:
+        output = await self._engine.generate(
+            self._sound.make_prompt(request),
+            make_params(request, self._options),
+            request_id=self._request_id,
+            group=self._request_id,
+        )
+        return read_result(output)
 
 
 async def _advance_apart(

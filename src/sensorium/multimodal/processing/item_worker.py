@@ -35,7 +35,7 @@ from sensorium.multimodal.processing.checks import NUM_DIMENSIONS, get_array_sha
 from sensorium.multimodal.processing.cost_guard import CostCheck, CostGuard, OwnOptions, Shape
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import ItemTimes, ProcessedItem
+from sensorium.types.multimodal import ItemLayout, ItemTimes, ProcessedItem
 from sensorium.utils.lru import LruCache
 
 
@@ -78,6 +78,7 @@ def add_times(first: ItemTimes, second: ItemTimes) -> dict[str, float]:
 _TOLERANCE_S = 0.05
 _MAX_OPTION_SETS = 64
 _USUAL_WINDOW_S = 60
+SAMPLES = "samples"  # the tensor of a sound that was only decoded: mono, at the model's rate
 
 
 @dataclass(slots=True)
@@ -221,6 +222,7 @@ class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
     modality: str
     decode_options: dict[str, Any] | None  # None: the media is decoded already
     processor_kwargs: dict[str, Any]
+    is_decoded_only: bool = False  # the result is the samples of a sound, under `SAMPLES`
 
 
 class ItemWorker:
@@ -297,8 +299,10 @@ class ItemWorker:
 
     def _process(self, job: ItemJob, media: object, check: CostCheck | None) -> ProcessedItem:
         if job.modality == "audio":
-            samples, _ = self._processor.check_media("audio", media, job.processor_kwargs)
-            self._hearing.check(len(samples), job.processor_kwargs)  # type: ignore[arg-type]
+            samples: Any = self._processor.check_media("audio", media, job.processor_kwargs)[0]
+            if job.is_decoded_only:
+                return _make_samples_item(job.mm_hash, samples)
+            self._hearing.check(len(samples), job.processor_kwargs)
             media = samples
         item = self._processor.process_item(
             job.modality, media, job.processor_kwargs, mm_hash=job.mm_hash
@@ -308,6 +312,13 @@ class ItemWorker:
                 item, lambda own: self._processor.process_item(job.modality, media, own)
             )
         return item
+
+
+def _make_samples_item(mm_hash: str, samples: np.ndarray[Any, Any]) -> ProcessedItem:
+    """Return the samples of a sound as an item, with a layout that no prompt can use."""
+    layout = ItemLayout(text="", token_id=0, num_embeds=0)
+    tensors = {SAMPLES: torch.from_numpy(samples)}
+    return ProcessedItem(modality="audio", mm_hash=mm_hash, kwargs=tensors, layout=layout)
 
 
 def _get_shape(modality: str, media: object) -> Shape | None:

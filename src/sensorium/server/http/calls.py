@@ -94,6 +94,7 @@ _Request = TypeVar("_Request", bound=WireRequest)
 _Generating = TypeVar("_Generating", bound=GeneratingRequest | GenerateRequest)
 _Prepared = TypeVar("_Prepared")
 Work = tuple[Sequence[Prompt | Chat], SamplingParams]
+_SOUNDS = "audio"  # the modality that transcripts need
 _IndexedDelta = tuple[int, RequestDelta]  # with the index of its prompt
 # deltas of several prompts; `None`: one of them has ended
 _Queue = asyncio.Queue[_IndexedDelta | Exception | None]
@@ -120,7 +121,7 @@ class Context:
         found = ["chat", "completions"]
         if not self.has_chat or self.options.is_render_only:
             found = []
-        if self.transcriber is not None:
+        if self.transcriber is not None and _SOUNDS in self.engine.modalities:
             found += ["transcription", *(["translation"] * self.transcriber.can_translate)]
         return found
 

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -86,7 +87,7 @@ class FrontendApp:
     perception: Perception
     answers: AnswerFormat
     info: CoreInfo | None  # stands for that of a core, if the server has none
-    speech: SpeechModel | None  # None: the model is no speech model, or never run
+    speech: SpeechModel[Any] | None  # None: the model is no speech model, or never run
     has_chat: bool
 
 
@@ -147,7 +148,7 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
         perception=frontend.perception,
         answers=answers,
         info=info,
-        speech=None if is_alone else read_speech_model(frontend),
+        speech=None if is_alone else read_speech_model(frontend, chat_template=template),
         has_chat=frontend.processor.beside is None,
     )
 

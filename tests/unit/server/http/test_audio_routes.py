@@ -371,9 +371,17 @@ def test_the_model_card_says_what_the_model_can_do(
     can_translate: bool, has_chat: bool, capabilities: list[str]
 ) -> None:
     scripted = ScriptedTranscriber(can_translate=can_translate)
-    with serve(transcriber=scripted, has_chat=has_chat) as running:
+    engine = ScriptedEngine(modalities=("audio",))
+    with serve(engine, transcriber=scripted, has_chat=has_chat) as running:
         (card, *_) = running.get("/v1/models").json()["data"]
     assert card["capabilities"] == capabilities
+
+
+def test_a_server_that_refuses_sounds_does_not_say_that_it_transcribes() -> None:
+    engine = ScriptedEngine(modalities=("image",))
+    with serve(engine, transcriber=ScriptedTranscriber()) as running:
+        (card, *_) = running.get("/v1/models").json()["data"]
+    assert card["capabilities"] == ["chat", "completions"]
 
 
 @pytest.mark.parametrize(
