@@ -263,7 +263,7 @@ def test_pieces_that_no_cache_has_are_made_again(llm: LLM, monkeypatch: pytest.M
         ("voxtral", {"prompt": "names"}, ("prompt",), "takes no prompt"),
         ("voxtral", {"language": "yue"}, ("language",), "refuses"),
         ("glmasr", {"language": "en"}, ("language",), "finds the language itself"),
-        ("glmasr", {"task": "translate"}, (), "does not translate"),
+        ("glmasr", {"task": "translate"}, ("task",), "does not translate"),
     ],
 )
 def test_what_a_model_can_not_be_told_is_refused(
