@@ -21,7 +21,15 @@ from sensorium.models import ensure_torchvision
 
 ensure_torchvision()
 
-from tiny_models import audio, gemma, qwen, speech, text, vision  # noqa: E402  (after the shim)
+from tiny_models import (  # noqa: E402  (after the shim)
+    audio,
+    gemma,
+    qwen,
+    recognisers,
+    speech,
+    text,
+    vision,
+)
 
 FAMILIES: dict[str, Callable[[Path], None]] = {
     "llama": text.make_llama,
@@ -49,6 +57,15 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "whisper": speech.make_whisper,
     "whisper_en": speech.make_whisper_en,
     "moonshine": speech.make_moonshine,
+    "wav2vec2": recognisers.make_wav2vec2,
+    "wav2vec2_layer": recognisers.make_wav2vec2_layer,
+    "hubert": recognisers.make_hubert,
+    "wavlm": recognisers.make_wavlm,
+    "data2vec-audio": recognisers.make_data2vec_audio,
+    "wav2vec2-bert": recognisers.make_wav2vec2_bert,
+    "parakeet_ctc": recognisers.make_parakeet_ctc,
+    "parakeet_tdt": recognisers.make_parakeet_tdt,
+    "parakeet_rnnt": recognisers.make_parakeet_rnnt,
 }
 
 

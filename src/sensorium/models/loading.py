@@ -19,6 +19,7 @@ from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import BAR_DELAY_S, read_json
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS
+from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,9 @@ def load_model(
         raise ModelError(f"the weights of {directory!r} can't be loaded: {error}") from error
     _check_weights(directory, report)
     loaded.to(device).eval()
-    adapter_class = ADAPTERS.get(config.model_type, ModelAdapter)
-    return adapter_class(loaded)
+    if is_recogniser(config):
+        return RecogniserAdapter(loaded)
+    return ADAPTERS.get(config.model_type, ModelAdapter)(loaded)
 
 
 @contextmanager
@@ -219,6 +221,8 @@ def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
 
     The reason is a phrase that follows the model's name.
     """
+    if is_recogniser(config):
+        return None
     text_config = config.get_text_config(decoder=True)
     is_known = ADAPTERS.get(config.model_type) is EncoderDecoderAdapter
     if config.is_encoder_decoder and not is_known:

@@ -37,6 +37,8 @@ class WindowRequest:
     # Of this token, the probability right behind the prompt's token at an index is wanted.
     scored_token: tuple[int, int] | None = None  # (index in the prompt, token id)
     needs_alignment: bool = False
+    # Nothing is decoded: the result has what a model without a decoder has found in the window.
+    needs_frames: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class WindowResult:
     # The attention of the prompt's tokens to the positions of the window, for each of the heads
     # that align: float32 [heads, tokens, positions].
     alignment: npt.NDArray[np.float32] | None = None
+    # The table of a recogniser, one of those that `models.recogniser` explains.
+    frames: npt.NDArray[np.float32] | None = None
 
 
 Transcription = Generator[WindowRequest | Segment, WindowResult | None, Transcript]

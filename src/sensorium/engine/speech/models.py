@@ -8,9 +8,11 @@ from functools import cache
 from typing import Any, Protocol
 
 from sensorium.engine.build.frontend import Frontend
+from sensorium.engine.speech.recognisers import read_recogniser
 from sensorium.engine.speech.sounds import Sound
 from sensorium.models.checkpoint import read_json
 from sensorium.models.encoder_decoder import WINDOW_S
+from sensorium.multimodal.processing.recognisers import RecogniserProcessor
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import transcribe_pieces
@@ -149,6 +151,8 @@ def read_speech_model(frontend: Frontend) -> SpeechModel | None:
     processor, config = frontend.processor, frontend.checkpoint.hf_config
     if processor.beside is None:
         return None
+    if isinstance(processor.beside, RecogniserProcessor):
+        return read_recogniser(processor.beside, processor.tokenizer, config)
     generation: Mapping[str, Any] = read_json(
         frontend.checkpoint.directory / "generation_config.json"
     )
