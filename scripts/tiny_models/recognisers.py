@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -16,8 +17,9 @@ from tiny_models.building import rescale
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz'"
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
-_NEVER = -1e4  # the bias of tokens that no trained model writes
+_NEVER = -20.0  # the bias of tokens that no trained model writes
 _BLANK = 1.0  # that of the blank, which a trained model hears in most frames
+_RNNT_BLANK = 5.0  # an RNN-T goes on only by blanks
 
 
 def _save(directory: Path, model: Any, *parts: Any) -> None:
@@ -27,9 +29,43 @@ def _save(directory: Path, model: Any, *parts: Any) -> None:
 
 
 @torch.no_grad()
-def _favour(bias: torch.Tensor, blank_id: int, never: tuple[int, ...]) -> None:
-    bias[list(never)] = _NEVER
-    bias[blank_id] = _BLANK
+def _balance(
+    head: Any,
+    logits: torch.Tensor,
+    *,
+    blank_id: int,
+    never: tuple[int, ...],
+    factor: float = 1.0,
+    blank: float = _BLANK,
+) -> None:
+    """Make all tokens about equally likely, given the logits of some frames: [frames, tokens].
+
+    Otherwise a random model hears the same token everywhere. `factor` widens what is left.
+    """
+    head.bias.copy_(factor * (head.bias - logits.mean(0)))
+    head.weight.mul_(factor)
+    head.bias[list(never)] = _NEVER
+    head.bias[blank_id] += blank
+
+
+def _make_noise() -> Any:
+    return np.random.default_rng(0).normal(size=48_000).astype(np.float32)
+
+
+@torch.no_grad()
+def _finish(
+    directory: Path,
+    model: Any,
+    head: Any,
+    extractor: Any,
+    tokenizer: Any,
+    never: tuple[int, ...],
+    factor: float = 1.0,
+) -> None:
+    inputs = extractor(_make_noise(), sampling_rate=16_000, return_tensors="pt")
+    logits = model.eval()(**inputs).logits[0]
+    _balance(head, logits, blank_id=tokenizer.pad_token_id, never=never, factor=factor)
+    _save(directory, model, extractor, tokenizer)
 
 
 # ---- wav2vec2 and its relatives
@@ -64,11 +100,10 @@ def _make_wave_model(
     }
     config = getattr(tf, f"{name}Config")(**{**values, **changes})
     model = rescale(getattr(tf, f"{name}ForCTC")(config), seed=seed)
-    _favour(model.lm_head.bias, tokenizer.pad_token_id, (1, 2, 3))
     extractor = tf.Wav2Vec2FeatureExtractor(
         feature_size=1, sampling_rate=16_000, do_normalize=True, return_attention_mask=has_mask
     )
-    _save(directory, model, extractor, tokenizer)
+    _finish(directory, model, model.lm_head, extractor, tokenizer, (1, 2, 3))
 
 
 def make_wav2vec2(directory: Path) -> None:
@@ -107,11 +142,10 @@ def make_wav2vec2_bert(directory: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = rescale(tf.Wav2Vec2BertForCTC(config), seed=6)
-    _favour(model.lm_head.bias, tokenizer.pad_token_id, (1, 2, 3))
     extractor = tf.SeamlessM4TFeatureExtractor(
         feature_size=80, num_mel_bins=80, sampling_rate=16_000, stride=2, padding_value=1
     )
-    _save(directory, model, extractor, tokenizer)
+    _finish(directory, model, model.lm_head, extractor, tokenizer, (1, 2, 3))
 
 
 # ---- Parakeet
@@ -156,11 +190,11 @@ def make_parakeet_ctc(directory: Path) -> None:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = rescale(tf.ParakeetForCTC(config), seed=7)
-    _favour(model.ctc_head.bias, tokenizer.pad_token_id, (0,))
-    _save(directory, model, load_parakeet_extractor()(), tokenizer)
+    extractor = load_parakeet_extractor()()
+    _finish(directory, model, model.ctc_head, extractor, tokenizer, (0,), factor=6.0)
 
 
-def _make_transducer(directory: Path, name: str, seed: int) -> None:
+def _make_transducer(directory: Path, name: str, *, seed: int, blank: float) -> None:
     tokenizer = _make_pieces("<pad>", "<blank>")
     blank_id = tokenizer.convert_tokens_to_ids("<blank>")
     config = getattr(tf, f"Parakeet{name}Config")(
@@ -172,14 +206,31 @@ def _make_transducer(directory: Path, name: str, seed: int) -> None:
         blank_token_id=blank_id,
     )
     model = rescale(getattr(tf, f"ParakeetFor{name}")(config), seed=seed)
-    _favour(model.joint.head.bias, blank_id, (0, tokenizer.pad_token_id))
+    extractor = load_parakeet_extractor()()
+    never = (0, tokenizer.pad_token_id)
+    logits = _join_randomly(model, extractor)
+    _balance(model.joint.head, logits, blank_id=blank_id, never=never, factor=6.0, blank=blank)
     model.generation_config.decoder_start_token_id = blank_id
-    _save(directory, model, load_parakeet_extractor()(), tokenizer)
+    # `generate` would take the duration with the highest logit for a token.
+    durations = range(len(tokenizer), logits.shape[-1])
+    model.generation_config.suppress_tokens = list(durations) or None
+    _save(directory, model, extractor, tokenizer)
+
+
+@torch.no_grad()
+def _join_randomly(model: Any, extractor: Any) -> torch.Tensor:
+    """Return the logits of a transducer for frames of noise after random tokens."""
+    inputs = extractor(_make_noise(), sampling_rate=16_000, return_tensors="pt")
+    encoded = model.eval().get_audio_features(**inputs).pooler_output
+    token_ids = torch.randint(model.config.vocab_size, (1, encoded.shape[1]))
+    hidden = model.decoder(token_ids)
+    logits: torch.Tensor = model.joint(decoder_hidden_states=hidden, encoder_hidden_states=encoded)
+    return logits[0]
 
 
 def make_parakeet_tdt(directory: Path) -> None:
-    _make_transducer(directory, "TDT", seed=8)
+    _make_transducer(directory, "TDT", seed=8, blank=_BLANK)
 
 
 def make_parakeet_rnnt(directory: Path) -> None:
-    _make_transducer(directory, "RNNT", seed=9)
+    _make_transducer(directory, "RNNT", seed=9, blank=_RNNT_BLANK)

@@ -12,6 +12,7 @@ The tables, in float32:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Sequence
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from sensorium.models.media_batches import check_num_embeds
 from sensorium.models.seams.fusion import Fusion
 from sensorium.types.multimodal import MultiModalKwargsItem
 
+logger = logging.getLogger(__name__)
 PIECE_S = 30  # the longest sound that is encoded at once
 MASK = "attention_mask"
 # A request has one token that stands for nothing, and ends with another one.
@@ -36,6 +38,11 @@ CONTEXT = 2
 NUM_COLUMNS = 4  # of the widest table
 _TRANSDUCERS = ("ParakeetForRNNT", "ParakeetForTDT")
 _LENGTH_STEPS = 4  # sounds in a batch are padded by less than an octave divided by this
+# The lengths of two sounds for a trial, in samples and in rows of features.
+_TRIAL_SAMPLES = (6_000, 10_000)
+_TRIAL_ROWS = (40, 64)
+_MOST_DIFFERENCE = 1e-4  # of results with and without padding, relative, by rounding in float32
+_FEATURE_SIZES = ("feature_projection_input_dim", "num_mel_bins", "input_dim")
 
 
 def is_recogniser(config: PretrainedConfig) -> bool:
@@ -82,6 +89,7 @@ class RecogniserAdapter(ModelAdapter):
         self.vocab_size = int(model.config.vocab_size)
         self.blank_id = get_blank_id(model.config)
         self._input_name: str = model.main_input_name
+        self._can_pad = self._probe_padding()
 
     @property
     def device(self) -> torch.device:
@@ -104,11 +112,52 @@ class RecogniserAdapter(ModelAdapter):
     def get_batch_key(self, item: MultiModalKwargsItem) -> Hashable:
         """Return a key that is equal for sounds that are encoded together.
 
-        With a mask these are sounds of about the same length. Without one, padding would change
-        what is heard, so that only sounds of equal length are encoded together.
+        These are sounds of about the same length. If padding would change what is heard, because
+        the model has no mask or does not heed it everywhere, they have exactly the same length.
         """
         size = item[self._input_name].shape[1]
-        return math.ceil(_LENGTH_STEPS * math.log2(size)) if MASK in item else (size,)
+        has_padding = self._can_pad and MASK in item
+        return math.ceil(_LENGTH_STEPS * math.log2(size)) if has_padding else (size,)
+
+    @torch.inference_mode()
+    def _probe_padding(self) -> bool:
+        """Return whether the results of a sound stay the same beside a longer one.
+
+        This is found by encoding noise, because not every model with a mask heeds it everywhere.
+        """
+        sizes = _TRIAL_SAMPLES
+        rows: tuple[int, ...] = ()
+        if self._input_name != "input_values":
+            encoder = getattr(self.config, "encoder_config", self.config)
+            found = [getattr(encoder, name, None) for name in _FEATURE_SIZES]
+            sizes, rows = _TRIAL_ROWS, tuple(size for size in found if size is not None)[:1]
+        generator = torch.Generator().manual_seed(0)
+        items = [
+            {
+                self._input_name: torch.randn(1, size, *rows, generator=generator),
+                MASK: torch.ones(1, size, dtype=torch.bool),
+            }
+            for size in sizes
+        ]
+        try:
+            alone, both = (self._run_encoder(self._pad(chosen)) for chosen in (items[:1], items))
+        except Exception:  # models raise all kinds of errors: encode equal lengths only
+            logger.debug("a trial with padding failed", exc_info=True)
+            return False
+        expected = alone.float()
+        difference = both[:1, : alone.shape[1]].float() - expected
+        # In doubt nothing is padded, which costs only time.
+        most = max(_MOST_DIFFERENCE, 2 * torch.finfo(self.dtype).eps)
+        return bool(difference.square().mean() <= most**2 * expected.square().mean())
+
+    def _run_encoder(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of a CTC model, or the encoded frames of a transducer."""
+        inputs = self.send_batch(batch)
+        if is_transducer(self.config):
+            encoded: torch.Tensor = self.model.get_audio_features(**inputs).pooler_output
+            return encoded
+        logits: torch.Tensor = self.model(**inputs).logits
+        return logits
 
     def encode(
         self, _modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
@@ -117,12 +166,11 @@ class RecogniserAdapter(ModelAdapter):
 
         `num_embeds` are the numbers of their frames. The module's docstring explains the tables.
         """
-        inputs = self.send_batch(self._pad(items))
+        output = self._run_encoder(self._pad(items))
+        check_num_embeds([min(output.shape[1], most) for most in num_embeds], num_embeds)
         if is_transducer(self.config):
-            return self._transduce(inputs, num_embeds)
-        logits = self.model(**inputs).logits
-        check_num_embeds([min(logits.shape[1], most) for most in num_embeds], num_embeds)
-        scores = logits.float()
+            return self._transduce(output, num_embeds)
+        scores = output.float()
         best, token_ids = scores.max(-1)
         table = torch.stack([token_ids.float(), best - scores.logsumexp(-1)], dim=-1)
         return [rows[:number] for rows, number in zip(table, num_embeds, strict=True)]
@@ -142,17 +190,13 @@ class RecogniserAdapter(ModelAdapter):
 
     # ---- transducers
 
-    def _transduce(
-        self, inputs: dict[str, torch.Tensor], num_frames: Sequence[int]
-    ) -> list[torch.Tensor]:
-        """Walk through the frames of encoded sounds, and return the tokens of each.
+    def _transduce(self, encoded: torch.Tensor, num_frames: Sequence[int]) -> list[torch.Tensor]:
+        """Walk through the frames [sounds, frames, width] of sounds, and return the tokens of each.
 
         At each step the model names a token or nothing for the current frame, after the tokens
         before it, and how many frames to go on. This is `generate` for several sounds of different
         lengths, with the probabilities that `generate` does not return.
         """
-        encoded = self.model.get_audio_features(**inputs).pooler_output
-        check_num_embeds([min(encoded.shape[1], most) for most in num_frames], num_frames)
         ends = torch.tensor(list(num_frames), device=encoded.device)
         rows = torch.arange(len(ends), device=encoded.device)
         walk = _Walk(self.config, len(ends), encoded.device)

@@ -112,11 +112,13 @@ def collapse(table: Table, blank_id: int) -> list[HeardToken]:
 
 def _set_back_marks(tokens: Sequence[HeardToken], decode: Decode) -> list[HeardToken]:
     """Move punctuation to the end of the token before it."""
-    moved: list[HeardToken] = []
-    for token in tokens:
-        is_mark = bool(moved) and decode([token.token_id]).strip() in _MARKS
-        end = moved[-1].end if is_mark else 0
-        moved.append(replace(token, start=end, end=end) if is_mark else token)
+    moved = list(tokens[:1])
+    for token in tokens[1:]:
+        before = moved[-1]
+        # A mark with a space before it begins a word.
+        text = decode([before.token_id, token.token_id])
+        is_mark = text.removeprefix(decode([before.token_id])) in _MARKS
+        moved.append(replace(token, start=before.end, end=before.end) if is_mark else token)
     return moved
 
 
