@@ -40,7 +40,7 @@ def _balance(
 ) -> None:
     """Make all tokens about equally likely, given the logits of some frames: [frames, tokens].
 
-    Otherwise a random model hears the same token everywhere. `factor` widens what is left.
+    Otherwise a random model finds the same token everywhere. `factor` widens what is left.
     """
     head.bias.copy_(factor * (head.bias - logits.mean(0)))
     head.weight.mul_(factor)
@@ -124,9 +124,25 @@ def make_wavlm(directory: Path) -> None:
 
 
 def make_data2vec_audio(directory: Path) -> None:
+    _make_wave_model(directory, "Data2VecAudio", has_mask=True, seed=5, num_conv_pos_embeddings=2)
+
+
+def make_unispeech(directory: Path) -> None:
+    _make_wave_model(directory, "UniSpeech", has_mask=True, seed=10)
+
+
+def make_unispeech_sat(directory: Path) -> None:
+    _make_wave_model(directory, "UniSpeechSat", has_mask=True, seed=11)
+
+
+def make_wav2vec2_conformer(directory: Path) -> None:
     _make_wave_model(
-        directory, "Data2VecAudio", has_mask=True, seed=5, num_conv_pos_embeddings=2
+        directory, "Wav2Vec2Conformer", has_mask=True, seed=12, conv_depthwise_kernel_size=7
     )
+
+
+def make_sew(directory: Path) -> None:
+    _make_wave_model(directory, "SEW", has_mask=True, seed=14, conv_dim=(16,) * 13)
 
 
 def make_wav2vec2_bert(directory: Path) -> None:

@@ -19,12 +19,23 @@ from sensorium.multimodal.processing.recognisers import RecogniserParts
 from tests.parity.cases import Audio, make_audio
 from tests.support.engine import make_llm
 
-LETTERS = ("wav2vec2", "wav2vec2_layer", "hubert", "wavlm", "data2vec-audio", "wav2vec2-bert")
+LETTERS = (
+    "wav2vec2",
+    "wav2vec2_layer",
+    "wav2vec2-bert",
+    "wav2vec2-conformer",
+    "hubert",
+    "wavlm",
+    "data2vec-audio",
+    "unispeech",
+    "unispeech-sat",
+    "sew",
+)
 CTC = (*LETTERS, "parakeet_ctc")
 TRANSDUCERS = ("parakeet_tdt", "parakeet_rnnt")
 FAMILIES = (*CTC, *TRANSDUCERS)
-# Padding changes what these hear: one has no mask, the other heeds it only before its first layer.
-WITHOUT_PADDING = ("wav2vec2", "data2vec-audio")
+# Padding changes what these hear: one has no mask, and the others don't heed it in all layers.
+WITHOUT_PADDING = ("wav2vec2", "wav2vec2-conformer", "data2vec-audio", "sew")
 SECONDS = (1.0, 2.5, 3.0, 0.7, 2.2, 1.4, 2.9, 2.5)
 RATE = 16_000
 
@@ -33,7 +44,7 @@ Rows = list[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """A sound, and what Transformers hears in it."""
+    """A sound, and what Transformers finds in it."""
 
     sound: Audio
     text: str
@@ -103,7 +114,7 @@ class RecogniserReference:
 
     @torch.inference_mode()
     def get_times(self, sound: Audio, head: str) -> list[tuple[float, float]]:
-        """Return the begin and the end of each token of a transducer, by Transformers' processor."""
+        """Return the times of each token of a transducer, as Transformers' processor has them."""
         processor: Any = transformers.ParakeetProcessor.__new__(transformers.ParakeetProcessor)
         processor.feature_extractor, processor.tokenizer = self.extractor, self.tokenizer
         processor.blank_token, processor.decoder_type = "<blank>", head

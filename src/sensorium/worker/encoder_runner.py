@@ -93,9 +93,9 @@ class EncoderRunner:
     def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
         """Encode media items, and store their embeddings in the cache.
 
-        Returns the reason for each item that failed, by its key. Items with the same batch
-        key are encoded together. If a batch fails, its items are encoded one by one, so that only those
-        at fault fail.
+        Returns the reason for each item that failed, by its key. Items with the same batch key are
+        encoded together. If a batch fails, its items are encoded one by one, so that only those at
+        fault fail.
         """
         batches: dict[Hashable, list[EncoderJob]] = {}
         for job in jobs:

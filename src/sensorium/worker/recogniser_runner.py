@@ -1,7 +1,7 @@
 """Carries out steps of models that recognise speech without a decoder: they only encode.
 
-The encoder's output of a sound is all that is found in it. A request that is scheduled gets it, with
-a token that ends the request. No keys and values are kept, and nothing is sampled.
+The encoder's output of a sound is all that is found in it. A request that is scheduled gets it,
+with a token that ends the request. No keys and values are kept, and nothing is sampled.
 """
 
 from __future__ import annotations

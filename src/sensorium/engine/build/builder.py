@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.engine.build.config import (
@@ -161,9 +162,16 @@ def build_core(
         config=config,
         adapter=adapter,
         defaults=defaults,
-        # A recogniser is run by its own code alone, so that there is nothing to compare.
-        needs_trial=hf_config.model_type not in ADAPTERS and not is_recogniser(hf_config),
+        needs_trial=_needs_trial(hf_config),
     )
+
+
+def _needs_trial(hf_config: PretrainedConfig) -> bool:
+    """Return whether a model has to be compared with its own code before it is used.
+
+    A recogniser is run by its own code alone, so that there is nothing to compare.
+    """
+    return hf_config.model_type not in ADAPTERS and not is_recogniser(hf_config)
 
 
 def _plan_memory(

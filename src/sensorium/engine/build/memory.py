@@ -179,7 +179,7 @@ def _count_first_elements(encoder: PretrainedConfig) -> int:
     They are convolutions over samples, or over spectrograms, where each halves both dimensions.
     """
     if strides := getattr(encoder, "conv_stride", None):
-        return _NUM_CONV_TENSORS * int(encoder.conv_dim[0]) * math.prod(strides[1:])
+        return int(_NUM_CONV_TENSORS * encoder.conv_dim[0] * math.prod(strides[1:]))
     channels = _get_number(encoder, ("subsampling_conv_channels",), 0)
     factor = _get_number(encoder, ("subsampling_factor",), 1)
     num_bins = _get_number(encoder, ("num_mel_bins",), 0)

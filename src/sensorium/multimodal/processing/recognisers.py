@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import AutoFeatureExtractor, AutoTokenizer, PretrainedConfig
 from transformers.audio_utils import hertz_to_mel, mel_to_hertz
@@ -76,18 +77,18 @@ def _has_parakeet_features(directory: str) -> bool:
 
 def make_mel_filters(
     *, sr: int, n_fft: int, n_mels: int, fmin: float, fmax: float, norm: str
-) -> np.ndarray[Any, np.dtype[np.float32]]:
+) -> npt.NDArray[np.float32]:
     """Return the same filters as `librosa.filters.mel`: float32 [n_mels, n_fft // 2 + 1].
 
     They are triangles on the mel scale, each with an area of 1. The order of roundings is that of
     librosa. `norm` is always "slaney".
     """
     del norm
-    ends = (hertz_to_mel(frequency, "slaney") for frequency in (fmin, fmax))
-    edges = mel_to_hertz(np.linspace(*ends, n_mels + 2), "slaney")
+    lowest, highest = (float(hertz_to_mel(frequency, "slaney")) for frequency in (fmin, fmax))
+    edges: Any = mel_to_hertz(np.linspace(lowest, highest, n_mels + 2), "slaney")
     ramps, widths = edges[:, None] - np.fft.rfftfreq(n_fft, 1 / sr), np.diff(edges)[:, None]
     rising, falling = -ramps[:-2] / widths[:-1], ramps[2:] / widths[1:]
-    filters = np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
+    filters: npt.NDArray[np.float32] = np.maximum(0, np.minimum(rising, falling)).astype(np.float32)
     filters *= 2.0 / (edges[2:] - edges[:-2])[:, None]
     return filters
 
