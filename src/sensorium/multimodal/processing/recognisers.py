@@ -39,6 +39,8 @@ class RecogniserParts:
     Its processor may need libraries for decoding with a language model, which are not used here.
     """
 
+    chat_template = None
+
     def __init__(self, feature_extractor: Any, tokenizer: Any) -> None:
         self.feature_extractor = feature_extractor
         self.tokenizer = tokenizer
