@@ -142,7 +142,7 @@ def make_wav2vec2_conformer(directory: Path) -> None:
 
 
 def make_sew(directory: Path) -> None:
-    _make_wave_model(directory, "SEW", has_mask=True, seed=14, conv_dim=(16,) * 13)
+    _make_wave_model(directory, "SEW", has_mask=True, seed=15, conv_dim=(16,) * 13)
 
 
 def make_wav2vec2_bert(directory: Path) -> None:

@@ -339,7 +339,7 @@ def test_a_model_that_does_not_heed_its_mask_is_not_given_padding(
 
 
 @pytest.mark.check("controls")
-@pytest.mark.parametrize("family", CTC)
+@pytest.mark.parametrize("family", [f for f in CTC if f != "sew"])  # its frames come in pairs
 def test_tokens_that_are_not_collapsed_are_seen(
     family: str, recogniser_of: RecogniserOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ FAMILIES: tuple[Family, ...] = (
             ("parakeet_ctc", "Parakeet CTC", "CTC", _PIECES),
             ("parakeet_tdt", "Parakeet TDT", "a transducer with durations", _PIECES),
             ("parakeet_rnnt", "Parakeet RNN-T", "a transducer", _PIECES),
-            ("wav2vec2", "wav2vec 2.0, MMS", "CTC", _PIECES),
+            ("wav2vec2", "wav2vec 2.0", "CTC", _PIECES),
             ("wav2vec2-bert", "Wav2Vec2-BERT", "CTC", _PIECES),
             ("wav2vec2-conformer", "Wav2Vec2-Conformer", "CTC", _NO_PADDING),
             ("hubert", "HuBERT", "CTC", _PIECES),

@@ -68,6 +68,15 @@ def test_modalities_are_those_of_the_processor(
     assert MultiModalProcessor(directory, config).modalities == listed.modalities
 
 
+def test_a_recogniser_is_described_as_one(tiny_model: Callable[[str], str]) -> None:
+    text = describe_model(LoadingOptions(model=tiny_model("parakeet_tdt")))
+    assert "ParakeetForTDT" in text
+    assert "besides text: audio" in text
+    assert "sounds:       16000 samples a second" in text
+    assert "context:      none: it takes nothing but sounds" in text
+    assert "transcribes, long sounds in pieces" in text
+
+
 def test_the_table_has_a_line_for_each_family() -> None:
     lines = format_table(get_rows(), HEADER).splitlines()
     assert len(lines) == len(FAMILIES) + 1
