@@ -35,6 +35,8 @@ _AUTO_MODELS = (
 )
 # Types of checkpoints that contain several models -> config and class of the one that writes text.
 _PARTS = {"qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")}
+# Ends of the names of weights that only training uses. Checkpoints of wav2vec2 leave them out.
+_TRAINING_WEIGHTS = ("masked_spec_embed",)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # The kinds of layers that can be run, and why others can't.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -170,7 +172,7 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
     `report` is what Transformers returned about loading. Transformers would fill missing weights
     with random numbers, and only log a warning.
     """
-    missing = sorted(report["missing_keys"])
+    missing = sorted(key for key in report["missing_keys"] if not key.endswith(_TRAINING_WEIGHTS))
     if missing:
         raise ModelError(
             f"the weights of {model!r} lack {len(missing)} tensors of the model, "
