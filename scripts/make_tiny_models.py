@@ -25,6 +25,7 @@ from tiny_models import (  # noqa: E402  (after the shim)
     audio,
     gemma,
     qwen,
+    recognisers,
     recognition,
     speech,
     text,
@@ -59,6 +60,19 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "whisper": speech.make_whisper,
     "whisper_en": speech.make_whisper_en,
     "moonshine": speech.make_moonshine,
+    "wav2vec2": recognisers.make_wav2vec2,
+    "wav2vec2_layer": recognisers.make_wav2vec2_layer,
+    "hubert": recognisers.make_hubert,
+    "wavlm": recognisers.make_wavlm,
+    "data2vec-audio": recognisers.make_data2vec_audio,
+    "unispeech": recognisers.make_unispeech,
+    "unispeech-sat": recognisers.make_unispeech_sat,
+    "wav2vec2-conformer": recognisers.make_wav2vec2_conformer,
+    "sew": recognisers.make_sew,
+    "wav2vec2-bert": recognisers.make_wav2vec2_bert,
+    "parakeet_ctc": recognisers.make_parakeet_ctc,
+    "parakeet_tdt": recognisers.make_parakeet_tdt,
+    "parakeet_rnnt": recognisers.make_parakeet_rnnt,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from sensorium import LLM
 from sensorium.engine.speech.models import WhisperModel
 from sensorium.speech.whisper_tokens import WhisperSettings
+from tests.parity import recognising
 from tests.parity.cases import make_audio
 from tests.parity.speaking import SpeechReference, get_wrong, make_engine, run
 from tests.support.engine import assert_nothing_is_left, make_llm
@@ -52,6 +53,27 @@ def check_transcripts() -> str:
     ]
     assert words[0] == words[1]
     return f"{len(words[0])} words"
+
+
+def check_recogniser(family: str) -> str:
+    """Compare frames and tokens with Transformers on the device, and a long sound with the CPU."""
+    use_exact_float32()
+    directory, device = get_directory(family), get_device()
+    reference = recognising.RecogniserReference(directory, device)
+    llm = recognising.make_engine(directory, device=device)
+    for state in ("cold", "cached"):
+        wrong = recognising.get_wrong(recognising.run(llm, reference.heard), reference.heard)
+        assert not wrong, f"{state}: sounds {wrong}"
+    sounds = [(make_audio(seconds, seed=70), 16_000) for seconds in (33.0, 2.0)]
+    ours, theirs = (
+        engine.transcribe(sounds, use_tqdm=False, needs_words=True)
+        for engine in (llm, recognising.make_engine(directory))
+    )
+    assert [each.text for each in ours] == [each.text for each in theirs]
+    words = [[w for t in ts for s in t.segments for w in s.words] for ts in (ours, theirs)]
+    assert words[0] == words[1]
+    assert_nothing_is_left(llm)
+    return f"{len(reference.heard)} sounds, {len(words[0])} words"
 
 
 def _transcribe(directory: str, device: str, sounds: Any) -> Any:

@@ -14,13 +14,19 @@ import torch
 
 from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
 from tests.parity.graph_mistakes import GRAPH_MISTAKES
+from tests.parity.recognising import FAMILIES as RECOGNISERS
 from tests.parity.speaking import FAMILIES as SPEECH_FAMILIES
 
 from .check_attention import check_backend
 from .check_bfloat16 import check_decoder, check_embeddings
 from .check_controls import MISTAKES, check_control
 from .check_fusion import check_compiled_kernels, check_fused_memory
-from .check_speech import SPEECH_SETTINGS, check_speech_tokens, check_transcripts
+from .check_speech import (
+    SPEECH_SETTINGS,
+    check_recogniser,
+    check_speech_tokens,
+    check_transcripts,
+)
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
 from .check_tokens import (
@@ -57,6 +63,8 @@ def get_checks() -> Iterator[Check]:
                 name=f"speech/{family}/{setting}", run=partial(check_speech_tokens, family, setting)
             )
     yield Check(name="speech/transcripts", run=check_transcripts)
+    for family in RECOGNISERS:
+        yield Check(name=f"speech/{family}", run=partial(check_recogniser, family))
     for family in MULTIMODAL_FAMILIES:
         yield Check(name=f"encoder graphs/{family}", run=partial(check_encoder_graphs, family))
     for family in ("llama", "gemma3", "qwen2_5_vl"):

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.media_batches import gather_arguments
+from sensorium.models.recogniser import RecogniserAdapter
 from sensorium.types.families import FAMILIES
 from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
 
@@ -179,6 +180,18 @@ class Qwen3VLAdapter(ModelAdapter):
 OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
     "whisper": EncoderDecoderAdapter,
     "moonshine": EncoderDecoderAdapter,
+    "parakeet_ctc": RecogniserAdapter,
+    "parakeet_rnnt": RecogniserAdapter,
+    "parakeet_tdt": RecogniserAdapter,
+    "wav2vec2": RecogniserAdapter,
+    "wav2vec2-bert": RecogniserAdapter,
+    "wav2vec2-conformer": RecogniserAdapter,
+    "hubert": RecogniserAdapter,
+    "wavlm": RecogniserAdapter,
+    "data2vec-audio": RecogniserAdapter,
+    "unispeech": RecogniserAdapter,
+    "unispeech-sat": RecogniserAdapter,
+    "sew": RecogniserAdapter,
     "gemma3": Gemma3Adapter,
     "gemma4": Gemma4Adapter,
     "qwen2_5_omni_thinker": Qwen25OmniAdapter,

@@ -51,7 +51,7 @@ def get_generation_defaults(
     no answer would end without them. A request without sampling parameters then samples from the
     model's own distribution, and no token is banned.
     """
-    return _make_defaults(model.generation_config, generation_config)
+    return _make_defaults(getattr(model, "generation_config", None), generation_config)
 
 
 def load_generation_defaults(directory: str, generation_config: str = "auto") -> GenerationDefaults:
@@ -88,6 +88,8 @@ def load_string_limit(directory: str) -> int | None:
 
 
 def _make_defaults(config: Any, generation_config: str) -> GenerationDefaults:
+    if config is None:  # the model generates nothing
+        return GenerationDefaults()
     eos_token_ids = _as_ids(config.eos_token_id)
     with _blaming_config():
         if generation_config == "none":

@@ -19,6 +19,7 @@ from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import BAR_DELAY_S, read_json
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS
+from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ _AUTO_MODELS = (
 )
 # Types of checkpoints that contain several models -> config and class of the one that writes text.
 _PARTS = {"qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGeneration")}
+# Ends of the names of weights that only training uses. Checkpoints of wav2vec2 leave them out.
+_TRAINING_WEIGHTS = ("masked_spec_embed",)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # The kinds of layers that can be run, and why others can't.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -139,8 +142,9 @@ def load_model(
         raise ModelError(f"the weights of {directory!r} can't be loaded: {error}") from error
     _check_weights(directory, report)
     loaded.to(device).eval()
-    adapter_class = ADAPTERS.get(config.model_type, ModelAdapter)
-    return adapter_class(loaded)
+    if is_recogniser(config):
+        return RecogniserAdapter(loaded)
+    return ADAPTERS.get(config.model_type, ModelAdapter)(loaded)
 
 
 @contextmanager
@@ -168,7 +172,7 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
     `report` is what Transformers returned about loading. Transformers would fill missing weights
     with random numbers, and only log a warning.
     """
-    missing = sorted(report["missing_keys"])
+    missing = sorted(key for key in report["missing_keys"] if not key.endswith(_TRAINING_WEIGHTS))
     if missing:
         raise ModelError(
             f"the weights of {model!r} lack {len(missing)} tensors of the model, "
@@ -219,6 +223,8 @@ def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
 
     The reason is a phrase that follows the model's name.
     """
+    if is_recogniser(config):
+        return None
     text_config = config.get_text_config(decoder=True)
     is_known = ADAPTERS.get(config.model_type) is EncoderDecoderAdapter
     if config.is_encoder_decoder and not is_known:

@@ -9,48 +9,22 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
-
 from sensorium.speech.languages import WITHOUT_SPACES
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript
 from sensorium.speech.whisper_tokens import SpeechTokenizer
-from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
+from sensorium.speech.windows import (
+    Transcription,
+    WindowRequest,
+    WindowResult,
+    look_ahead,
+)
 from sensorium.types.errors import InvariantError
+from sensorium.utils.silences import Samples, find_cuts
 
-Samples = npt.NDArray[np.float32]
-_QUIET_S = 0.2  # the length of the quiet place that is looked for
-_STEP_S = 0.02
-_SEARCHED = 1 / 3  # the last part of a piece, in which it may end
 _TOKENS_PER_S = 6.5  # more than anyone speaks; a text with more repeats itself
 _MIN_TOKENS = 8
-_NUM_AHEAD = 3  # pieces that may run before the text of an earlier one is known
 _POSITIONS_PER_S = 50  # that sounds are counted by, as those of Whisper
-
-
-def find_cuts(samples: Samples, rate: int, *, max_s: float) -> list[tuple[int, int]]:
-    """Return the pieces [start, end) of a sound, in samples, each of at most `max_s` seconds.
-
-    A piece of the greatest length ends in the middle of the quietest place of its last third.
-    """
-    most, pieces, start = int(max_s * rate), [], 0
-    while len(samples) - start > most:
-        first = start + int(most * (1 - _SEARCHED))
-        end = first + _find_quiet(samples[first : start + most], rate)
-        pieces.append((start, end))
-        start = end
-    return [*pieces, (start, len(samples))]
-
-
-def _find_quiet(samples: Samples, rate: int) -> int:
-    """Return the middle of the quietest place, by the energy of the samples."""
-    step, length = max(1, int(_STEP_S * rate)), int(_QUIET_S * rate)
-    energy = np.concatenate([[0.0], np.cumsum(samples.astype(np.float64) ** 2)])
-    starts = np.arange(0, max(1, len(samples) - length), step)
-    ends = np.minimum(starts + length, len(samples))
-    quietest = int(np.argmin(energy[ends] - energy[starts]))
-    return max(1, int(starts[quietest] + ends[quietest]) // 2)
 
 
 def transcribe_pieces(
@@ -122,10 +96,9 @@ def transcribe_cuts(
     """
     segments: list[Segment] = []
     usage = SpeechUsage()
-    requests = tuple(make_request(start, end) for start, end in cuts)
-    for index, (start, end) in enumerate(cuts):
-        following = requests[index + 1 : index + 1 + _NUM_AHEAD]
-        result = yield replace(requests[index], following=following)
+    requests = look_ahead([make_request(start, end) for start, end in cuts])
+    for (start, end), request in zip(cuts, requests, strict=True):
+        result = yield request
         if result is None:
             raise InvariantError("a piece of a sound was not answered")
         piece = read(result)

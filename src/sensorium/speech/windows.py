@@ -7,13 +7,15 @@ no engine. In between they yield each `Segment` that is final.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from sensorium.speech.transcript import Segment, Transcript
 from sensorium.types.sampling import TimestampRules
+
+_NUM_AHEAD = 3  # windows that may run before the result of an earlier one is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +39,18 @@ class WindowRequest:
     # Of this token, the probability right behind the prompt's token at an index is wanted.
     scored_token: tuple[int, int] | None = None  # (index in the prompt, token id)
     needs_alignment: bool = False
+    # Nothing is decoded: the result has what a model without a decoder has found in the window.
+    needs_frames: bool = False
     # Requests that come next whatever this one's result is, so that they may run beside it.
     following: tuple[WindowRequest, ...] = field(default=(), compare=False)
+
+
+def look_ahead(requests: Sequence[WindowRequest]) -> list[WindowRequest]:
+    """Return windows that do not depend on each other, each with some that may run beside it."""
+    return [
+        replace(request, following=tuple(requests[index + 1 : index + 1 + _NUM_AHEAD]))
+        for index, request in enumerate(requests)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +67,8 @@ class WindowResult:
     # The attention of the prompt's tokens to the positions of the window, for each of the heads
     # that align: float32 [heads, tokens, positions].
     alignment: npt.NDArray[np.float32] | None = None
+    # The table of a recogniser, one of those that `models.recogniser` explains.
+    frames: npt.NDArray[np.float32] | None = None
 
 
 Transcription = Generator[WindowRequest | Segment, WindowResult | None, Transcript]

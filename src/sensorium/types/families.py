@@ -29,6 +29,9 @@ _VISUAL = ("image", "video")
 _AUDIO = ("audio",)
 _ALL = ("image", "video", "audio")
 _MODELS = ("models/families",)
+_RECOGNISER = ("models/recogniser",)
+_PIECES = "transcribes, long sounds in pieces of at most 30 seconds; does not chat"
+_NO_PADDING = f"{_PIECES}; only sounds of equal length share a batch"
 _TIMES = "frames without metadata count as 24 a second"
 
 
@@ -147,6 +150,30 @@ FAMILIES: tuple[Family, ...] = (
         _AUDIO,
         own_code=("models/encoder_decoder",),
         special="a decoder that attends to the encoded sound",
-        limits="transcribes, long sounds in pieces of at most 30 seconds; does not chat",
+        limits=_PIECES,
+    ),
+    *(
+        Family(
+            model_type,
+            name,
+            _AUDIO,
+            own_code=_RECOGNISER,
+            special=f"no decoder: {head}",
+            limits=limits,
+        )
+        for model_type, name, head, limits in (
+            ("parakeet_ctc", "Parakeet CTC", "CTC", _PIECES),
+            ("parakeet_tdt", "Parakeet TDT", "a transducer with durations", _PIECES),
+            ("parakeet_rnnt", "Parakeet RNN-T", "a transducer", _PIECES),
+            ("wav2vec2", "wav2vec 2.0", "CTC", _PIECES),
+            ("wav2vec2-bert", "Wav2Vec2-BERT", "CTC", _PIECES),
+            ("wav2vec2-conformer", "Wav2Vec2-Conformer", "CTC", _NO_PADDING),
+            ("hubert", "HuBERT", "CTC", _PIECES),
+            ("wavlm", "WavLM", "CTC", _PIECES),
+            ("data2vec-audio", "data2vec", "CTC", _NO_PADDING),
+            ("unispeech", "UniSpeech", "CTC", _PIECES),
+            ("unispeech-sat", "UniSpeech-SAT", "CTC", _PIECES),
+            ("sew", "SEW", "CTC", _NO_PADDING),
+        )
     ),
 )

@@ -132,12 +132,14 @@ class TokenLogprobs:
 class SpeechFindings:
     """What the engine has found in the prompt of a transcript, as its `SpeechRules` ask.
 
-    `alignment` has float32 values of the shape [heads, tokens, positions of the sound].
+    `alignment` has float32 values of the shape [heads, tokens, positions of the sound]. `frames` is
+    the table of a model without a decoder. A request has at most one of the two.
     """
 
     logprob: float | None = None
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # of `alignment` or `frames`
     alignment: bytes = b""
+    frames: bytes | None = None
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

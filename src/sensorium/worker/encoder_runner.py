@@ -74,26 +74,33 @@ class EncoderJob:
 class EncoderRunner:
     """A runner of the model's media encoders, which stores the embeddings in a cache.
 
-    `encode` does what `ModelAdapter.encode` does, which is used without it.
+    `encode` does what `ModelAdapter.encode` does, which is used without it. `get_batch_key` returns
+    the same for media items that are encoded together. Without it, these have the same shape.
     """
 
     def __init__(
-        self, adapter: ModelAdapter, cache: EncoderCache, encode: Encode | None = None
+        self,
+        adapter: ModelAdapter,
+        cache: EncoderCache,
+        encode: Encode | None = None,
+        get_batch_key: Callable[[MultiModalKwargsItem], Hashable] | None = None,
     ) -> None:
         self._adapter = adapter
         self._cache = cache
         self._encode_with = encode
+        self._get_batch_key = get_batch_key or _get_shapes
 
     def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
         """Encode media items, and store their embeddings in the cache.
 
-        Returns the reason for each item that failed, by its key. Items of the same shape are
-        encoded in one batch. If a batch fails, its items are encoded one by one, so that only those
-        at fault fail.
+        Returns the reason for each item that failed, by its key. Items with the same batch key are
+        encoded together. If a batch fails, its items are encoded one by one, so that only those at
+        fault fail.
         """
         batches: dict[Hashable, list[EncoderJob]] = {}
         for job in jobs:
-            batches.setdefault(_get_batch_key(job), []).append(job)
+            key = job.feature.modality, self._get_batch_key(job.item)
+            batches.setdefault(key, []).append(job)
         failed: dict[str, str] = {}
         for batch, reason in self._run_batches(list(batches.values())):
             if len(batch) == 1:
@@ -174,11 +181,10 @@ def _explain(job: EncoderJob, reason: str) -> str:
     return f"the {job.feature.modality} could not be encoded: {reason}"
 
 
-def _get_batch_key(job: EncoderJob) -> Hashable:
+def _get_shapes(item: MultiModalKwargsItem) -> Hashable:
     """Return a key that is equal for media items that can be encoded together without padding.
 
     With padding, the embeddings of an item would depend on the other items of the batch if the
     encoder has no mask.
     """
-    shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(job.item.items()))
-    return job.feature.modality, shapes
+    return tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(item.items()))

@@ -33,10 +33,13 @@ class Findings:
         found = {}
         for name in self._request_ids:
             logprob, alignment = tensors.get(f"logprob {name}"), tensors.get(f"alignment {name}")
+            frames = tensors.get(f"frames {name}")
+            values = alignment if frames is None else frames
             found[name] = SpeechFindings(
                 logprob=None if logprob is None else float(logprob),
-                shape=() if alignment is None else tuple(alignment.shape),
+                shape=() if values is None else tuple(values.shape),
                 alignment=b"" if alignment is None else alignment.numpy().tobytes(),
+                frames=None if frames is None else frames.numpy().tobytes(),
             )
         return found
 

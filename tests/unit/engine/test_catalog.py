@@ -14,9 +14,11 @@ from sensorium.engine.build.catalog import describe_model
 from sensorium.engine.build.options import LoadingOptions
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS, OWN_ADAPTERS
+from sensorium.models.recogniser import RecogniserAdapter
 from sensorium.multimodal.processing.processor import PROCESSOR_CALLS, MultiModalProcessor
 from sensorium.types.families import FAMILIES
 from tests.parity.cases import MODALITIES
+from tests.parity.recognising import FAMILIES as RECOGNISERS
 from tests.parity.speaking import FAMILIES as SPEECH_FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
@@ -25,15 +27,21 @@ TINY_MODELS = {"qwen2_5_omni_thinker": "qwen2_5_omni"}
 
 def test_every_family_is_tested_and_every_tested_one_is_listed() -> None:
     listed = {TINY_MODELS.get(name, name) for name in MODEL_TYPES}
-    assert listed | {"gemma4_causal", "whisper_en"} == {*MODALITIES, *SPEECH_FAMILIES}
+    assert listed | {"gemma4_causal", "whisper_en", "wav2vec2_layer"} == {
+        *MODALITIES,
+        *SPEECH_FAMILIES,
+        *RECOGNISERS,
+    }
     assert len(ADAPTERS) == len(FAMILIES)
 
 
 def test_the_list_names_exactly_the_code_that_families_have() -> None:
     speech = {name for name, kind in OWN_ADAPTERS.items() if kind is EncoderDecoderAdapter}
+    recognisers = {name for name, kind in OWN_ADAPTERS.items() if kind is RecogniserAdapter}
     code = {
-        "models/families": OWN_ADAPTERS.keys() - speech,
+        "models/families": OWN_ADAPTERS.keys() - speech - recognisers,
         "models/encoder_decoder": speech,
+        "models/recogniser": recognisers,
         "multimodal/processing": PROCESSOR_CALLS.keys(),
     }
     for place, by_type in code.items():
@@ -58,6 +66,15 @@ def test_modalities_are_those_of_the_processor(
     listed = next(family for family in FAMILIES if family.model_type == model_type)
     assert config.model_type == model_type
     assert MultiModalProcessor(directory, config).modalities == listed.modalities
+
+
+def test_a_recogniser_is_described_as_one(tiny_model: Callable[[str], str]) -> None:
+    text = describe_model(LoadingOptions(model=tiny_model("parakeet_tdt")))
+    assert "ParakeetForTDT" in text
+    assert "besides text: audio" in text
+    assert "sounds:       16000 samples a second" in text
+    assert "context:      none: it takes nothing but sounds" in text
+    assert "transcribes, long sounds in pieces" in text
 
 
 def test_the_table_has_a_line_for_each_family() -> None:

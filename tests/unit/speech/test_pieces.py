@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.speech.options import SpeechOptions
-from sensorium.speech.pieces import Samples, find_cuts, transcribe_pieces
+from sensorium.speech.pieces import transcribe_pieces
 from sensorium.speech.transcript import Segment, Transcript
 from sensorium.speech.windows import WindowRequest, WindowResult
+from sensorium.utils.silences import Samples, find_cuts
 
 RATE = 1000
 END = 99

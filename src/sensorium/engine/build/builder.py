@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.engine.build.config import (
+    OVERLAP_DEVICES,
     EngineConfig,
     limit_context,
     make_scheduler,
@@ -46,12 +48,14 @@ from sensorium.models.loading import (
     resolve_device,
     resolve_dtype,
 )
+from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step
 from sensorium.worker.graphs.building import GraphOptions, Graphs, build_graphs
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.model_runner import ModelRunner
+from sensorium.worker.recogniser_runner import RecogniserRunner
 
 logger = logging.getLogger(__name__)
 
@@ -158,8 +162,16 @@ def build_core(
         config=config,
         adapter=adapter,
         defaults=defaults,
-        needs_trial=hf_config.model_type not in ADAPTERS,
+        needs_trial=_needs_trial(hf_config),
     )
+
+
+def _needs_trial(hf_config: PretrainedConfig) -> bool:
+    """Return whether a model has to be compared with its own code before it is used.
+
+    A recogniser is run by its own code alone, so that there is nothing to compare.
+    """
+    return hf_config.model_type not in ADAPTERS and not is_recogniser(hf_config)
 
 
 def _plan_memory(
@@ -214,6 +226,8 @@ def build_engine_core(
     use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
     """Build the scheduler, KV cache and worker of a loaded model within `most_bytes` of memory."""
+    if isinstance(adapter, RecogniserAdapter):
+        return _build_recogniser(adapter, options, receiver, limits, memory)
     layers = adapter.probe_layers()  # refuses models that can't be run
     if options.fusion and adapter.device.type == "cuda":
         adapter.fuse()
@@ -258,6 +272,31 @@ def build_engine_core(
         grammars=grammars,
         graphs=graphs,
     )
+    return EngineCore(make_scheduler(config), runner, payloads, overlap=config.overlap), config
+
+
+def _build_recogniser(
+    adapter: RecogniserAdapter,
+    options: EngineOptions,
+    receiver: ReceiverCache,
+    limits: Limits,
+    memory: MemoryPlan,
+) -> tuple[EngineCore, EngineConfig]:
+    """Build the scheduler and the worker of a model that keeps no keys and values."""
+    config = EngineConfig(
+        limits=replace(limits, is_encoder_decoder=True),
+        groups=(),
+        block_size=options.block_size,
+        enable_prefix_caching=False,
+        scheduling_policy=options.scheduling_policy,
+        attention_backend=adapter.own_attention_name,
+        memory=memory,
+        overlap=options.overlap and adapter.device.type in OVERLAP_DEVICES,
+        graphs="none: the model has no decoder",
+        fused="nothing: the model has no decoder",
+    )
+    payloads = PayloadStore(receiver)
+    runner = RecogniserRunner(adapter, block_size=config.block_size, payloads=payloads)
     return EngineCore(make_scheduler(config), runner, payloads, overlap=config.overlap), config
 
 

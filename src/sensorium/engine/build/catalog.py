@@ -18,6 +18,7 @@ from sensorium.engine.inputs.renderer import Renderer
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.models.checkpoint import get_num_weight_bytes
 from sensorium.models.loading import get_model_class
+from sensorium.models.recogniser import is_recogniser
 from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
 
@@ -42,7 +43,11 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
     processor = frontend.processor
     family = next((f for f in FAMILIES if f.model_type == config.model_type), None)
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    named = "not named in its config" if context is None else f"{context} tokens"
     unknown = "passed its trial" if is_tried else "a trial at start decides (see --try)"
+    if is_recogniser(config):
+        named = "none: it takes nothing but sounds"
+        unknown = "run by its own code, without a trial"
     lines = {
         "architecture": model_class.__name__,
         "family": f"not known: {unknown}" if family is None else family.name,
@@ -52,7 +57,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
         "sounds": f"{processor.sampling_rate} samples a second"
         if "audio" in processor.modalities
         else "-",
-        "context": "not named in its config" if context is None else f"{context} tokens",
+        "context": named,
         "weights": _describe_weights(checkpoint.directory),
         "limits": "-" if family is None else family.limits or "-",
     }

@@ -16,12 +16,14 @@ from sensorium.engine.build.memory import MemoryPlan, format_bytes
 from sensorium.engine.build.options import EngineOptions
 from sensorium.layers.kv_layout import LayerGroup, plan_cross_cache, plan_kv_cache
 from sensorium.models.long_context import ContextLimit
+from sensorium.models.recogniser import CONTEXT, is_recogniser
 from sensorium.types.errors import ModelError
 from sensorium.types.scheduling import KVCacheGroup
 
 logger = logging.getLogger(__name__)
 
 _ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
+_FRAME_CACHE_SIZE = 2**20  # 5 hours for wav2vec2, a day for Parakeet, in 16 MiB
 # Device type -> share of the memory that is free after the weights are loaded. On a CPU other
 # programs need memory too; on CUDA `gpu_memory_utilization` has already left them theirs.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
@@ -77,7 +79,8 @@ def resolve_limits(
         max_model_len=resolve_context(options, text_config=text_config),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs or (256 if is_cuda else 32),
-        encoder_cache_size=options.encoder_cache_size or _ENCODER_CACHE_SIZE,
+        encoder_cache_size=options.encoder_cache_size
+        or (_FRAME_CACHE_SIZE if is_recogniser(text_config) else _ENCODER_CACHE_SIZE),
         max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
         disable_chunked_mm_input=options.disable_chunked_mm_input,
     )
@@ -88,7 +91,8 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
 
     Raises a `ModelError` if neither is known, or if the user's value exceeds the model's.
     """
-    context = getattr(text_config, "max_target_positions", None)
+    context = CONTEXT if is_recogniser(text_config) else None
+    context = context or getattr(text_config, "max_target_positions", None)
     context = context or getattr(text_config, "max_position_embeddings", None)
     max_model_len: int | None = options.max_model_len or context
     if max_model_len is None:

@@ -8,6 +8,7 @@ layer are counted, because none are kept for a backward pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.engine.build.options import EngineOptions
+from sensorium.models.recogniser import NUM_COLUMNS, is_recogniser
 from sensorium.types.errors import ModelError
 from sensorium.utils.system_memory import get_free_system_bytes
 
@@ -27,6 +29,7 @@ _NUM_INNER_TENSORS = 3
 # For each logit: the logit itself in float32, and the tensors of sampling, which are the sorted
 # values, their order (int64), sums and masks.
 _BYTES_PER_LOGIT = 6 * 4
+_NUM_CONV_TENSORS = 3  # a convolution's output, the next layer's, and a mask or norm between them
 _GRAPH_OBJECTS_BYTES = 384 << 20  # a few thousand graphs; 1,300 took 270 MiB on an H200
 _MAX_ENCODER_GRAPH_BYTES = 1 << 30
 _WIDTH_NAMES = ("hidden_size", "embed_dim", "d_model", "width")
@@ -110,6 +113,8 @@ def plan_memory(
     size that the user asked for. By default it holds the context that the user asked for, or else
     one full step. With `captures_encoders` there is memory for CUDA graphs of encoders too.
     """
+    if is_recogniser(config):
+        return _plan_recogniser(config, limits, weights_bytes, element_size)
     text_config = config.get_text_config(decoder=True)
     kv_cache_bytes = options.kv_cache_memory_bytes
     if kv_cache_bytes is None:
@@ -143,6 +148,42 @@ def plan_memory(
         * element_size
         + limits.max_num_seqs * int(text_config.vocab_size) * _BYTES_PER_LOGIT,
     )
+
+
+def _plan_recogniser(
+    config: PretrainedConfig, limits: Limits, weights_bytes: int, element_size: int
+) -> MemoryPlan:
+    """Return the memory of a model that only encodes sounds, and keeps small tables of them.
+
+    The first layers of its encoder have many more frames than the others, and take the most memory.
+    Logits exist once in the model's dtype and twice in float32.
+    """
+    encoder = getattr(config, "encoder_config", config)
+    num_elements = max(
+        _get_num_layer_elements(encoder, keeps_layers=False), _count_first_elements(encoder)
+    )
+    logit_bytes = int(config.vocab_size) * (element_size + 2 * 4)
+    return MemoryPlan(
+        weights_bytes=weights_bytes,
+        kv_cache_bytes=0,
+        encoder_cache_bytes=limits.encoder_cache_size * NUM_COLUMNS * torch.float32.itemsize,
+        encoder_peak_bytes=limits.max_num_encoder_embeds
+        * (num_elements * element_size + logit_bytes),
+        step_bytes=0,
+    )
+
+
+def _count_first_elements(encoder: PretrainedConfig) -> int:
+    """Return the tensor elements of an encoder's first convolutions, for one of its frames.
+
+    They are convolutions over samples, or over spectrograms, where each halves both dimensions.
+    """
+    if strides := getattr(encoder, "conv_stride", None):
+        return int(_NUM_CONV_TENSORS * encoder.conv_dim[0] * math.prod(strides[1:]))
+    channels = _get_number(encoder, ("subsampling_conv_channels",), 0)
+    factor = _get_number(encoder, ("subsampling_factor",), 1)
+    num_bins = _get_number(encoder, ("num_mel_bins",), 0)
+    return _NUM_CONV_TENSORS * channels * factor * num_bins // 4
 
 
 def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:

@@ -24,13 +24,14 @@ from sensorium.render.messages import ChatOptions
 from sensorium.render.renderer import ChatRenderer
 from sensorium.speech.instructions import Instruction, find_instruction
 from sensorium.speech.options import SpeechOptions
-from sensorium.speech.pieces import PieceText, Samples, find_cuts, transcribe_cuts
+from sensorium.speech.pieces import PieceText, transcribe_cuts
 from sensorium.speech.whisper_tokens import SpeechTokenizer
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.request import TextPrompt
 from sensorium.utils.lru import LruCache
 from sensorium.utils.pausing import Pausing
+from sensorium.utils.silences import Samples, find_cuts
 
 logger = logging.getLogger(__name__)
 _MODALITY = "audio"

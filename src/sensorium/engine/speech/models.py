@@ -10,11 +10,13 @@ from typing import Any, Protocol, TypeVar
 
 from sensorium.engine.build.frontend import Frontend
 from sensorium.engine.speech.chat_models import read_chat_model
-from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, open_sound_pausing
+from sensorium.engine.speech.recognisers import read_recogniser
+from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, WithSoundProcessor
 from sensorium.models.checkpoint import read_json
 from sensorium.models.encoder_decoder import WINDOW_S
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
+from sensorium.multimodal.processing.recognisers import RecogniserProcessor
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import transcribe_pieces
@@ -107,27 +109,8 @@ class SpeechModel(Protocol[_Sound]):
         ...
 
 
-class _WithSoundProcessor:
-    """A model whose sounds are processed as a whole, before windows are cut out of them."""
-
-    __slots__ = ()
-    processor: SoundProcessor
-
-    def open_pausing(
-        self,
-        item: MediaItem,
-        *,
-        pipeline: MediaPipeline,
-        scope: PromptScope,
-        cancelled: Future[None] | None = None,
-    ) -> Pausing[Sound]:
-        return open_sound_pausing(
-            self.processor, item, pipeline=pipeline, scope=scope, cancelled=cancelled
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhisperModel(_WithSoundProcessor):
+class WhisperModel(WithSoundProcessor):
     """A Whisper: its processor for sounds, its tokens and its settings."""
 
     processor: SoundProcessor
@@ -153,7 +136,7 @@ class WhisperModel(_WithSoundProcessor):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceModel(_WithSoundProcessor):
+class PieceModel(WithSoundProcessor):
     """A model that writes down one short sound at a time, such as Moonshine.
 
     Its segments are the pieces that a long sound is cut into, so their times are coarse.
@@ -191,6 +174,8 @@ def read_speech_model(
     """
     processor, config = frontend.processor, frontend.checkpoint.hf_config
     directory = frontend.checkpoint.directory
+    if isinstance(processor.beside, RecogniserProcessor):
+        return read_recogniser(processor.beside, processor.tokenizer, config)
     tokenizer = TextTokens(processor.tokenizer)
     if processor.beside is None:
         return read_chat_model(

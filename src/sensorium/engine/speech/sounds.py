@@ -18,7 +18,9 @@ import torch
 
 from sensorium.multimodal.media import MediaItem, PerceptionOptions
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.multimodal.processing.recognisers import PIECES
 from sensorium.multimodal.processing.sounds import NUM_SAMPLES, SoundProcessor
+from sensorium.speech.frames import Piece
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.windows import WindowRequest, WindowResult
 from sensorium.types.errors import InvariantError
@@ -83,6 +85,7 @@ class Sound:
         self._pipeline = pipeline
         self._mm_hash = item.handle.mm_hash
         self._processor = processor
+        self._kwargs = kwargs
         self._features: torch.Tensor = kwargs[processor.input_name]
         self._num_samples = int(kwargs[NUM_SAMPLES])
         self._scope = scope
@@ -101,9 +104,13 @@ class Sound:
         """Return the samples of a sound for a model that takes them as they are."""
         return self._features[0].numpy()
 
+    def get_pieces(self) -> list[Piece]:
+        """Return the pieces of a sound that its processor has cut, with their rows of features."""
+        return [Piece(*map(int, row)) for row in self._kwargs[PIECES]]
+
     def make_prompt(self, request: WindowRequest) -> RenderedPrompt:
         """Return the prompt with which the engine decodes a window."""
-        window = self._processor.cut_window(self._features, request.first_frame, request.num_frames)
+        window = self._processor.cut_window(self._kwargs, request.first_frame, request.num_frames)
         num_positions = self._processor.count_positions(window)
         prompt: RenderedPrompt = {
             "prompt_token_ids": request.prompt_token_ids,
@@ -138,8 +145,29 @@ def open_sound_pausing(
     return Sound(perceived, processor, scope, pipeline)
 
 
+class WithSoundProcessor:
+    """A model whose sounds are processed as a whole, before windows are cut out of them."""
+
+    __slots__ = ()
+    processor: SoundProcessor
+
+    def open_pausing(
+        self,
+        item: MediaItem,
+        *,
+        pipeline: MediaPipeline,
+        scope: PromptScope,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[Sound]:
+        return open_sound_pausing(
+            self.processor, item, pipeline=pipeline, scope=scope, cancelled=cancelled
+        )
+
+
 def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParams:
     """Return the sampling parameters for one window, with those that the caller has chosen."""
+    if request.needs_frames:  # nothing is sampled
+        return SamplingParams(temperature=0.0, max_tokens=1)
     return replace(
         options.sampling,
         n=1,
@@ -162,6 +190,9 @@ def read_result(output: RequestOutput) -> WindowResult:
     """Return what the engine has found in a window."""
     (completion,) = output.outputs
     found = output.speech
+    if found is not None and found.frames is not None:
+        frames = np.frombuffer(found.frames, dtype=np.float32).reshape(found.shape)
+        return WindowResult(frames=frames)
     alignment = None
     if found is not None and found.alignment:
         alignment = np.frombuffer(found.alignment, dtype=np.float32).reshape(found.shape)

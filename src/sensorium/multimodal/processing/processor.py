@@ -20,8 +20,10 @@ import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
 from sensorium.models.loading import get_model_class
+from sensorium.models.recogniser import is_recogniser
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
+from sensorium.multimodal.processing.recognisers import RecogniserParts, RecogniserProcessor
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MODALITIES, ItemLayout, MultiModalKwargsItem, ProcessedItem
@@ -191,12 +193,13 @@ class MultiModalProcessor:
         self._token_ids = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in MODALITIES
         }
-        is_speech = bool(config.is_encoder_decoder)
+        is_frames = is_recogniser(config)
+        is_speech = is_frames or bool(config.is_encoder_decoder)
         is_multimodal = is_speech or any(i is not None for i in self._token_ids.values())
+        kind: Any = AutoProcessor if is_multimodal else AutoTokenizer
+        kind = RecogniserParts if is_frames else kind
         try:
-            loaded: Any = (AutoProcessor if is_multimodal else AutoTokenizer).from_pretrained(
-                model, trust_remote_code=trust_remote_code
-            )
+            loaded: Any = kind.from_pretrained(model, trust_remote_code=trust_remote_code)
         except Exception as error:  # Transformers raises errors of many kinds
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
         self.hf_processor: Any = loaded if is_multimodal else None
@@ -207,7 +210,8 @@ class MultiModalProcessor:
         self.beside: SoundProcessor | None = None
         if is_speech:
             model_class = get_model_class(model, config, trust_remote_code=trust_remote_code)
-            self.beside = SoundProcessor(model_class, config, loaded.feature_extractor)
+            make_sounds = RecogniserProcessor if is_frames else SoundProcessor
+            self.beside = make_sounds(model_class, config, loaded.feature_extractor)
         self.takes_whole_sounds = self._call_own is not None or is_speech
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
 
@@ -355,11 +359,7 @@ class MultiModalProcessor:
         metadata: Mapping[str, object] | None,
         processor_kwargs: Mapping[str, object],
     ) -> ProcessorResult:
-        """Process one media item, and return its tensors and the text that replaces its marker.
-
-        The tensors are the input of the encoder. The marker is the text at the item's place in a
-        prompt.
-        """
+        """Process one media item, and return its tensors and the text that replaces its marker."""
         if self._call_own is not None:
             return self._call_own(self.hf_processor, media, processor_kwargs)
         options = {**processor_kwargs, "return_text_replacement_offsets": True}

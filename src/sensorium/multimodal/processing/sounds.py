@@ -61,15 +61,15 @@ class SoundProcessor:
         return count_positions(self._model_class, item[self.input_name].shape[-1])
 
     def cut_window(
-        self, features: torch.Tensor, first_frame: int, num_frames: int
+        self, item: MultiModalKwargsItem, first_frame: int, num_frames: int
     ) -> MultiModalKwargsItem:
-        """Return the item of some frames of a sound, given the features of the whole sound.
+        """Return the item of some frames of a sound, given the item of the whole sound.
 
         If the model needs windows of a fixed length, the frames behind them are zeros, as in
         Transformers. But a short sound was already padded, and its padding belongs to it.
         """
         size = self._num_window_frames or num_frames
-        window = features[..., first_frame : first_frame + size]
+        window = item[self.input_name][..., first_frame : first_frame + size]
         window = torch.nn.functional.pad(window, (0, size - window.shape[-1]))
         return self._make_item(window.contiguous(), num_frames * self.samples_per_frame)
 

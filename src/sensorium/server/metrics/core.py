@@ -107,7 +107,7 @@ class CoreMetrics:
         self._totals.follow("vllm:prefix_cache_queries_total", counters.num_prefix_queries)
         self._totals.follow("vllm:prefix_cache_hits_total", counters.num_prefix_hits)
         pools = core.scheduler.kv_cache.statistics()
-        self._usage.set(max(pool.num_used / (pool.num_blocks - 1) for pool in pools))
+        self._usage.set(max((pool.num_used / (pool.num_blocks - 1) for pool in pools), default=0))
         statistics = CacheStatistics(
             num_queries=counters.num_prefix_queries,
             num_hits=counters.num_prefix_hits,

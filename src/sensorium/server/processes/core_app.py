@@ -144,6 +144,8 @@ def _describe_kv_cache(built: Core) -> str:
     layers have a window.
     """
     config = built.config
+    if not config.groups:
+        return "none"
     counts = [group.num_blocks - 1 for group in config.groups]
     whole = [group.num_blocks - 1 for group in config.groups if group.window is None]
     tokens = f", {min(whole) * config.block_size} tokens" if whole else ""

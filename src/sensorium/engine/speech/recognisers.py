@@ -1,0 +1,77 @@
+"""What models without a decoder can transcribe, such as Parakeet and wav2vec2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from sensorium.engine.speech.sounds import Sound, WithSoundProcessor
+from sensorium.models.recogniser import get_blank_id, is_transducer
+from sensorium.multimodal.processing.recognisers import RecogniserProcessor
+from sensorium.speech.frames import FrameRules, Head, transcribe_frames
+from sensorium.speech.options import SpeechOptions
+from sensorium.speech.windows import Transcription
+from sensorium.types.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecogniserModel(WithSoundProcessor):
+    """A model that finds tokens in the frames of a sound, and takes nothing but the sound."""
+
+    processor: RecogniserProcessor
+    rules: FrameRules
+    can_translate: bool = False
+    has_segments: bool = True
+    has_words: bool = True
+
+    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+        _check_options(options)
+        return transcribe_frames(
+            sound.get_pieces(), self.rules, duration_s=sound.duration_s, options=options
+        )
+
+
+def _check_options(options: SpeechOptions) -> None:
+    """Raise a `RequestError` if a caller asks for what no such model can do."""
+    if options.task != "transcribe":
+        raise RequestError("this model does not translate: use transcribe", path=("task",))
+    if options.prompt:
+        raise RequestError("this model takes no prompt: leave it out", path=("prompt",))
+    if options.language is not None:
+        raise RequestError(
+            "this model can't be told a language, it writes down what it hears: leave it out",
+            path=("language",),
+        )
+    if options.temperature:
+        raise RequestError(
+            "this model does not sample, so its temperature is always 0: leave it out",
+            path=("temperature",),
+        )
+
+
+def read_recogniser(
+    processor: RecogniserProcessor, tokenizer: Any, config: PretrainedConfig
+) -> RecogniserModel:
+    """Return what a recogniser can transcribe."""
+
+    def decode(token_ids: Sequence[int]) -> str:
+        # Equal tokens were heard twice if they come twice, because they are collapsed already.
+        text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, group_tokens=False)
+        return text
+
+    head: Head = "ctc"
+    if is_transducer(config):
+        head = "rnnt" if getattr(config, "durations", None) is None else "tdt"
+    return RecogniserModel(
+        processor=processor,
+        rules=FrameRules(
+            head=head,
+            blank_id=get_blank_id(config),
+            rate=processor.sampling_rate,
+            samples_per_frame=processor.samples_per_frame,
+            decode=decode,
+        ),
+    )

@@ -1,0 +1,260 @@
+"""Turns what recognisers find in the frames of a sound into words, segments and their times.
+
+A recogniser is a model without a decoder of tokens (see `models.recogniser`). For each piece of a
+sound it gives a table, from which everything here is read. Pieces do not depend on each other.
+
+Rules:
+  1. CTC: equal tokens in frames that follow each other are one token, and blanks are none.
+  2. Words are parted by spaces. A word begins with its first token and ends with its last one.
+  3. A segment ends with a piece, with a sentence, and before a pause.
+  4. The texts of all segments of a piece, joined, are the text of the whole piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sensorium.speech.options import SpeechOptions
+from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript, Word
+from sensorium.speech.windows import Transcription, WindowRequest, look_ahead
+from sensorium.types.errors import InvariantError
+
+Head = Literal["ctc", "rnnt", "tdt"]
+Table = npt.NDArray[np.float32]
+Decode = Callable[[Sequence[int]], str]
+_PAUSE_S = 0.8  # as long as a pause between two sentences
+_SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")  # noqa: RUF001 - full-width marks are meant
+# A TDT gives these a time behind the word that they belong to. Transformers sets them back to its
+# end, and so does NeMo.
+_MARKS = frozenset("?'¡¿-:,%/.!")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a sound: the samples [start, end), and its rows [first_row, end_row) of features.
+
+    A recogniser computes it on its own.
+    """
+
+    start: int
+    end: int
+    first_row: int
+    end_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardToken:
+    """A token that was heard in the frames [start, end) of a piece."""
+
+    token_id: int
+    logprob: float
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardWord:
+    """A word: its place [begin, end) in the text of its piece, and its tokens [first, last]."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameRules:
+    """What has to be known of a recogniser to read its tables."""
+
+    head: Head
+    blank_id: int
+    rate: int  # samples of a second
+    samples_per_frame: int
+    decode: Decode  # the text of tokens that were heard, of which none is a blank
+
+
+def read_table(table: Table, rules: FrameRules) -> list[HeardToken]:
+    """Return the tokens of a piece, in order of time."""
+    if rules.head == "ctc":
+        return collapse(table, rules.blank_id)
+    tokens = [
+        HeardToken(
+            token_id=int(token_id),
+            logprob=float(logprob),
+            start=int(frame),
+            end=int(frame) + (int(duration) if rules.head == "tdt" else 1),
+        )
+        for token_id, logprob, frame, duration in table
+    ]
+    return _set_back_marks(tokens, rules.decode) if rules.head == "tdt" else tokens
+
+
+def collapse(table: Table, blank_id: int) -> list[HeardToken]:
+    """Return the tokens of a CTC model, given the likeliest token of each frame and its score.
+
+    The log-probability of a token is the mean over its frames.
+    """
+    tokens, start = [], 0
+    for token_id, run in groupby(table[:, 0].astype(np.int64).tolist()):
+        end = start + len(list(run))
+        if token_id != blank_id:
+            logprob = float(table[start:end, 1].mean(dtype=np.float64))
+            tokens.append(HeardToken(token_id=token_id, logprob=logprob, start=start, end=end))
+        start = end
+    return tokens
+
+
+def _set_back_marks(tokens: Sequence[HeardToken], decode: Decode) -> list[HeardToken]:
+    """Move punctuation to the end of the token before it."""
+    moved = list(tokens[:1])
+    for token in tokens[1:]:
+        before = moved[-1]
+        # A mark with a space before it begins a word.
+        text = decode([before.token_id, token.token_id])
+        is_mark = text.removeprefix(decode([before.token_id])) in _MARKS
+        moved.append(replace(token, start=before.end, end=before.end) if is_mark else token)
+    return moved
+
+
+def find_words(tokens: Sequence[HeardToken], decode: Decode) -> tuple[str, list[HeardWord]]:
+    """Return the text of a piece and its words.
+
+    A token begins a word if a space comes before it in the text of the word so far. A token may
+    also be nothing but a space: then it is part of no word.
+    """
+    token_ids = [token.token_id for token in tokens]
+    text = decode(token_ids)
+    words: list[HeardWord] = []
+    position, first = 0, 0
+    for index in range(1, len(tokens) + 1):
+        is_last = index == len(tokens)
+        if not is_last and len(decode(token_ids[first : index + 1]).split()) < 2:
+            continue
+        # A tokenizer may write a word in another way where it stands in the text.
+        word = decode(token_ids[first:index]).strip()
+        begin = max(text.find(word, position), position)
+        if word:
+            while not decode(token_ids[first : first + 1]).strip() and first < index - 1:
+                first += 1
+            last = index - 1
+            while last > first and decode(token_ids[first:last]).strip() == word:
+                last -= 1
+            position = min(begin + len(word), len(text))
+            words.append(HeardWord(begin=begin, end=position, first=first, last=last))
+        first = index
+    return text, words
+
+
+def transcribe_frames(
+    pieces: Sequence[Piece],
+    rules: FrameRules,
+    *,
+    duration_s: float,
+    options: SpeechOptions,
+) -> Transcription:
+    """Return a generator that asks for the pieces of a sound and returns its transcript.
+
+    The frames of its requests are rows of the sound's features.
+    """
+    segments: list[Segment] = []
+    num_tokens = num_frames = 0
+    requests = look_ahead(
+        [
+            WindowRequest(
+                first_frame=piece.first_row,
+                num_frames=piece.end_row - piece.first_row,
+                prompt_token_ids=(0,),
+                max_tokens=1,
+                needs_frames=True,
+            )
+            for piece in pieces
+        ]
+    )
+    for piece, request in zip(pieces, requests, strict=True):
+        result = yield request
+        if result is None or result.frames is None:
+            raise InvariantError("a piece of a sound was not answered")
+        tokens = read_table(result.frames, rules)
+        num_tokens += len(tokens)
+        num_frames += round((piece.end - piece.start) / rules.samples_per_frame)
+        for segment in _make_segments(piece, tokens, rules, options, len(segments)):
+            segments.append(segment)
+            yield segment
+    return Transcript(
+        text="".join(segment.text for segment in segments),
+        task=options.task,
+        language=None,
+        duration_s=duration_s,
+        segments=tuple(segments),
+        usage=SpeechUsage(num_audio_tokens=num_frames, num_output_tokens=num_tokens),
+    )
+
+
+def _make_segments(
+    piece: Piece,
+    tokens: Sequence[HeardToken],
+    rules: FrameRules,
+    options: SpeechOptions,
+    num_before: int,
+) -> list[Segment]:
+    """Return the segments of a piece, given how many segments come before them."""
+    text, words = find_words(tokens, rules.decode)
+
+    def get_time(frame: int) -> float:
+        """Return the second of a frame's begin. No time is behind the end of the piece."""
+        return min(piece.start + frame * rules.samples_per_frame, piece.end) / rules.rate
+
+    times = [
+        Word(
+            text=text[word.begin : word.end],
+            start=get_time(tokens[word.first].start),
+            end=get_time(max(token.end for token in tokens[word.first : word.last + 1])),
+        )
+        for word in words
+    ]
+    segments: list[Segment] = []
+    for first, stop in _find_segments(times):
+        heard = tokens[words[first].first : words[stop - 1].last + 1]
+        begin = 0 if first == 0 else words[first - 1].end
+        end = len(text) if stop == len(words) else words[stop - 1].end
+        is_first = num_before + len(segments) == 0
+        joint = "" if is_first or first else " "
+        segments.append(
+            Segment(
+                index=num_before + len(segments),
+                seek=100 * piece.start // rules.rate,
+                start=times[first].start,
+                end=times[stop - 1].end,
+                text=joint + text[begin:end],
+                token_ids=tuple(token.token_id for token in heard),
+                avg_logprob=sum(token.logprob for token in heard) / len(heard),
+                words=tuple(times[first:stop]) if options.needs_words else (),
+                scores=_make_scores(heard, rules.decode) if options.needs_logprobs else (),
+            )
+        )
+    return segments
+
+
+def _find_segments(words: Sequence[Word]) -> list[tuple[int, int]]:
+    """Return the words [first, stop) of each segment of a piece."""
+    cuts = [0]
+    for index in range(1, len(words)):
+        before, word = words[index - 1], words[index]
+        is_pause = word.start - before.end >= _PAUSE_S
+        if is_pause or before.text.endswith(_SENTENCE_ENDS):
+            cuts.append(index)
+    return list(zip(cuts, [*cuts[1:], len(words)], strict=True)) if words else []
+
+
+def _make_scores(tokens: Sequence[HeardToken], decode: Decode) -> tuple[TokenScore, ...]:
+    texts = [decode([token.token_id]) for token in tokens]
+    return tuple(
+        TokenScore(text=text, utf8=text.encode(), logprob=token.logprob)
+        for text, token in zip(texts, tokens, strict=True)
+    )

@@ -1,0 +1,65 @@
+"""Carries out steps of models that recognise speech without a decoder: they only encode.
+
+The encoder's output of a sound is all that is found in it. A request that is scheduled gets it,
+with a token that ends the request. No keys and values are kept, and nothing is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from sensorium.layers.attention.torch_backend import TorchPagedAttention
+from sensorium.models.recogniser import RecogniserAdapter
+from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.scheduling import ModelRunnerOutput, StepMode
+from sensorium.worker.encoder_runner import EncoderRunner
+from sensorium.worker.input_batch import Row
+from sensorium.worker.kv_cache import KVCache
+from sensorium.worker.listening import Findings
+from sensorium.worker.model_runner import LaunchedStep, ModelRunner
+from sensorium.worker.request_states import RequestState
+
+
+class RecogniserRunner(ModelRunner):
+    """A runner of a recogniser's steps, with requests and encoders as those of other models."""
+
+    def __init__(
+        self,
+        adapter: RecogniserAdapter,
+        *,
+        block_size: int,
+        payloads: Mapping[str, MultiModalKwargsItem],
+    ) -> None:
+        device, dtype = adapter.device, adapter.dtype
+        super().__init__(
+            adapter,
+            kv_cache=KVCache((), (), block_size=block_size, dtype=dtype, device=device),
+            groups=(),
+            block_size=block_size,
+            attention=TorchPagedAttention(block_size=block_size, dtype=dtype),
+            payloads=payloads,
+        )
+        self._blank_id = adapter.blank_id
+        self._encoder_runner = EncoderRunner(
+            adapter, self.encoder_cache, get_batch_key=adapter.get_batch_key
+        )
+
+    def _get_needed_items(self, _entry: object, state: RequestState) -> Sequence[int]:
+        return range(len(state.request.mm_features))
+
+    def _find_misfit(self, _state: RequestState, _mm_index: int) -> str | None:
+        """Return `None`: a sound has as many tokens as are heard in it."""
+        return None
+
+    def _run(self, rows: Sequence[Row], step: LaunchedStep) -> LaunchedStep:
+        """Begin to copy what was found in the sounds of the scheduled requests to the host."""
+        tables = {
+            entry.request_id: self.encoder_cache[state.get_encoder_key(0)] for entry, state in rows
+        }
+        findings = Findings({f"frames {name}": table for name, table in tables.items()}, [*tables])
+        return replace(step, findings=findings, mode=StepMode.EAGER_NO_GRAPHS)
+
+    def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
+        output = super().finish(step)
+        return replace(output, sampled_token_ids=dict.fromkeys(output.speech, self._blank_id))

@@ -1,0 +1,165 @@
+"""Recognisers as Transformers runs them, and what an engine is compared on.
+
+No pytest here: the checks on a GPU use it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from sensorium import LLM, RequestOutput, SamplingParams
+from sensorium.multimodal.processing.recognisers import RecogniserParts
+from tests.parity.cases import Audio, make_audio
+from tests.support.engine import make_llm
+
+LETTERS = (
+    "wav2vec2",
+    "wav2vec2_layer",
+    "wav2vec2-bert",
+    "wav2vec2-conformer",
+    "hubert",
+    "wavlm",
+    "data2vec-audio",
+    "unispeech",
+    "unispeech-sat",
+    "sew",
+)
+CTC = (*LETTERS, "parakeet_ctc")
+TRANSDUCERS = ("parakeet_tdt", "parakeet_rnnt")
+FAMILIES = (*CTC, *TRANSDUCERS)
+# Padding changes what these hear: one has no mask, and the others don't heed it in all layers.
+WITHOUT_PADDING = ("wav2vec2", "wav2vec2-conformer", "data2vec-audio", "sew")
+SECONDS = (1.0, 2.5, 3.0, 0.7, 2.2, 1.4, 2.9, 2.5)
+RATE = 16_000
+
+Rows = list[tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heard:
+    """A sound, and what Transformers finds in it."""
+
+    sound: Audio
+    text: str
+    # CTC: the token of each frame. Transducers: the id, first frame and frames of each token.
+    rows: Rows
+    scores: list[float]  # of the rows of a CTC model; a transducer returns none
+
+
+class RecogniserReference:
+    """An untouched model of Transformers in float32."""
+
+    def __init__(self, directory: str, device: str = "cpu") -> None:
+        config = transformers.AutoConfig.from_pretrained(directory)
+        self.directory = directory
+        self.device = device
+        self.model = getattr(transformers, config.architectures[0]).from_pretrained(directory)
+        self.model.eval().to(device)
+        parts = RecogniserParts.from_pretrained(directory, trust_remote_code=False)
+        self.extractor, self.tokenizer = parts.feature_extractor, parts.tokenizer
+
+    @cached_property
+    def heard(self) -> list[Heard]:
+        sounds = [make_audio(seconds, seed=index) for index, seconds in enumerate(SECONDS)]
+        return [self.hear(sound) for sound in sounds]
+
+    @torch.inference_mode()
+    def hear(self, sound: Audio) -> Heard:
+        inputs = self.extractor(sound, sampling_rate=RATE, return_tensors="pt").to(self.device)
+        if hasattr(self.model, "joint"):
+            return self._transduce(sound, inputs)
+        scores = self.model(**inputs).logits[0].log_softmax(-1).cpu()
+        best, token_ids = scores[: self._count_frames(inputs, len(scores))].max(-1)
+        return Heard(
+            sound=sound,
+            text=self.tokenizer.decode(token_ids),
+            rows=[(token_id,) for token_id in token_ids.tolist()],
+            scores=best.tolist(),
+        )
+
+    def _count_frames(self, inputs: Any, num_frames: int) -> int:
+        """Return the frames of a sound without its padding, which some extractors add."""
+        mask = inputs.get("attention_mask")
+        if mask is None:
+            return num_frames
+        if hasattr(self.model, "_get_output_attention_mask"):
+            return int(self.model._get_output_attention_mask(mask, num_frames).sum())
+        return int(self.model._get_feat_extract_output_lengths(mask.sum(-1)))
+
+    def _transduce(self, sound: Audio, inputs: Any) -> Heard:
+        output = self._generate(inputs)
+        sequence, durations = output.sequences[0].tolist(), output.durations[0].tolist()
+        starts = np.cumsum([0, *durations[:-1]]).tolist()
+        config = self.model.config
+        ignored = {config.blank_token_id, config.pad_token_id}
+        rows = zip(sequence, starts, durations, strict=True)
+        return Heard(
+            sound=sound,
+            text=self.tokenizer.decode(sequence, group_tokens=False, skip_special_tokens=True),
+            rows=[row for row in rows if row[0] not in ignored],
+            scores=[],
+        )
+
+    def _generate(self, inputs: Any) -> Any:
+        # It ends behind the last frame, so that this is only more than enough.
+        most = 2 * inputs["input_features"].shape[1]
+        return self.model.generate(**inputs, max_new_tokens=most)
+
+    @torch.inference_mode()
+    def get_times(self, sound: Audio, head: str) -> list[tuple[float, float]]:
+        """Return the times of each token of a transducer, as Transformers' processor has them."""
+        processor: Any = transformers.ParakeetProcessor.__new__(transformers.ParakeetProcessor)
+        processor.feature_extractor, processor.tokenizer = self.extractor, self.tokenizer
+        processor.blank_token, processor.decoder_type = "<blank>", head
+        processor.blank_token_id = self.model.config.blank_token_id
+        inputs = self.extractor(sound, sampling_rate=RATE, return_tensors="pt").to(self.device)
+        output = self._generate(inputs)
+        _, (times,) = processor.decode(
+            output.sequences, durations=output.durations, skip_special_tokens=True
+        )
+        return [(entry["start"], entry["end"]) for entry in times]
+
+
+def make_engine(directory: str, **options: Any) -> LLM:
+    return make_llm(directory, max_model_len=None, **options)
+
+
+def run(llm: LLM, heard: Sequence[Heard]) -> list[RequestOutput]:
+    """Run a request for each sound, all of them together."""
+    prompts = [
+        {"prompt_token_ids": [0], "multi_modal_data": {"audio": [(entry.sound, RATE)]}}
+        for entry in heard
+    ]
+    request_ids = [llm._add(prompt, SamplingParams(max_tokens=1)) for prompt in prompts]
+    outputs: dict[str, RequestOutput] = {}
+    while llm.core.has_requests:
+        outputs |= {output.request_id: output for output in llm._step()}
+    return [outputs[request_id] for request_id in request_ids]
+
+
+def read_rows(output: RequestOutput) -> tuple[Rows, list[float]]:
+    """Return the rows of an engine's table, without the log-probabilities, and these."""
+    assert output.error is None
+    assert output.speech is not None
+    assert output.speech.frames is not None
+    table = np.frombuffer(output.speech.frames, np.float32).reshape(output.speech.shape)
+    rows = np.delete(table, 1, axis=1).astype(int).tolist()
+    return [tuple(row) for row in rows], table[:, 1].tolist()
+
+
+def get_wrong(outputs: Sequence[RequestOutput], heard: Sequence[Heard]) -> list[int]:
+    """Return the numbers of the sounds in which something else is heard than by Transformers."""
+    wrong = []
+    for number, (output, entry) in enumerate(zip(outputs, heard, strict=True)):
+        rows, scores = read_rows(output)
+        is_equal = rows == entry.rows
+        if not is_equal or (entry.scores and not np.allclose(scores, entry.scores, atol=1e-4)):
+            wrong.append(number)
+    return wrong
