@@ -19,8 +19,12 @@ from dataclasses import dataclass, field
 
 from sensorium.core.block_pool import NULL_BLOCK, BlockPool, BlockPoolStatistics
 from sensorium.core.request import Request
-from sensorium.types.errors import InvariantError
+from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.scheduling import BlockIds, KVCacheGroup, find_cross_group
+
+
+_MAX_RESERVED = 0.75  # of the blocks of a group, for requests that are never preempted
+_MIN_DROPPED = 32  # blocks that are removed from the tables of such a request at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +67,8 @@ class KVCacheManager:
         self._cross_group = find_cross_group(self.groups)
         self._tables: dict[str, list[_BlockTable]] = {}  # request id -> a table for each group
         self._num_registered: dict[str, int] = {}  # request id -> its first blocks with names
+        # Request id -> the most blocks that it may need in each group, and that it will get.
+        self._reserved: dict[str, list[int]] = {}
 
     @property
     def num_releases(self) -> int:
@@ -278,6 +284,36 @@ class KVCacheManager:
                     pool.register(table.block_ids[index], name)
         self._num_registered[request.request_id] = max(first, last)
 
+    def reserve(self, request: Request, max_model_len: int, max_new_tokens: int) -> None:
+        """Set blocks aside for a request that is never preempted, until it is freed.
+
+        Raise a `CapacityError` if all such requests together would need more than
+        `_MAX_RESERVED` of the blocks of a group.
+        """
+        counts = [self._num_blocks_at_most(g, max_model_len, max_new_tokens) for g in self.groups]
+        for index, (count, pool) in enumerate(zip(counts, self._pools, strict=True)):
+            total = count + sum(others[index] for others in self._reserved.values())
+            if total > _MAX_RESERVED * pool.capacity:
+                raise CapacityError(
+                    f"{len(self._reserved)} sessions keep the KV cache: it has no room for another"
+                )
+        self._reserved[request.request_id] = counts
+
+    def drop_passed(self, request: Request) -> int:
+        """Remove the blocks before all windows from the tables of a request.
+
+        Return how many tokens they had. The tokens behind them count from 0 again.
+        """
+        tables = self._tables[request.request_id]
+        self._release_passed(tables, request.num_computed_tokens)
+        count = min(table.num_passed for table in tables)
+        if count < _MIN_DROPPED:
+            return 0
+        for table in tables:
+            del table.block_ids[:count]
+            table.num_passed -= count
+        return count * self.block_size
+
     def commit_media(self, request: Request) -> None:
         """Let later requests reuse the blocks of a request's media, which its first step filled.
 
@@ -296,6 +332,7 @@ class KVCacheManager:
         The blocks at its end are evicted before those at its beginning, which other requests are
         more likely to share.
         """
+        self._reserved.pop(request_id, None)
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return

@@ -81,6 +81,7 @@ class Request:
         self.num_computed_tokens = 0  # in the steps that have ended
         self.num_scheduled_tokens = 0  # also with the step that is under way
         self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
+        self.num_dropped = 0  # first tokens that `token_ids` has no more
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
         # Layers with cross-attention have the keys and values of its media, and need no more.
@@ -93,6 +94,10 @@ class Request:
         # Prompt positions with log-probabilities so far; None: the caller doesn't want them.
         has_scores = self.sampling_params.prompt_logprobs is not None
         self.num_scored_tokens: int | None = 0 if has_scores else None
+        stream = core_request.stream
+        # The number of positions with a part of a sound that goes on; infinite without one.
+        self.num_heard: float = math.inf if stream is None else stream.num_heard
+        self.is_open = stream is not None and stream.is_open  # more of the sound may come
         self._num_items_counted = 0
         self._block_size = block_size
         self._long_after = long_after
@@ -119,8 +124,33 @@ class Request:
         return sum(feature.mm_position.get_num_embeds() for feature in self.mm_features)
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the request hears a sound while it goes on."""
+        return self.core_request.stream is not None
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """The number of tokens that can be computed: those with their part of the sound."""
+        return int(min(len(self.token_ids) + self.num_due_tokens, self.num_heard))
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether all that was heard is computed, and the request waits for more of the sound."""
+        return self.is_open and not self.num_due_tokens and self.num_heard < len(self.token_ids)
+
+    def drop_tokens(self, count: int) -> None:
+        """Forget the first tokens, which no layer attends to any more. The others are renumbered."""
+        # The names of its blocks are never asked for: they would depend on the sound.
+        del self.token_ids[:count]
+        self.num_prompt_tokens -= count
+        self.num_computed_tokens -= count
+        self.num_scheduled_tokens -= count
+        self.num_heard -= count
+        self.num_dropped += count
 
     def must_wait(self, max_model_len: int) -> bool:
         """Return whether a request with a due token can't be in a step before the token is known.
@@ -132,7 +162,7 @@ class Request:
         num_tokens = len(self.token_ids) + self.num_due_tokens
         return (
             self._is_token_read
-            or num_tokens >= self._max_num_tokens
+            or num_tokens + self.num_dropped >= self._max_num_tokens
             or num_tokens >= max_model_len
             or (self._long_after is not None and self._has_long(num_tokens) != self.is_long)
         )
@@ -146,7 +176,8 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether all tokens but the last one are computed, or are in the step under way."""
         num_tokens = len(self.token_ids) + self.num_due_tokens
-        return self.num_scheduled_tokens == num_tokens - 1 >= self.num_prompt_tokens
+        is_ready = num_tokens <= self.num_heard
+        return is_ready and self.num_scheduled_tokens == num_tokens - 1 >= self.num_prompt_tokens
 
     @property
     def is_long(self) -> bool:
@@ -283,7 +314,11 @@ class Request:
                 return FinishReason.STOP, token_id
         if is_complete:
             return FinishReason.STOP, None
-        if len(self.token_ids) >= min(self._max_num_tokens, max_model_len):
+        if not self.is_open and len(self.token_ids) >= self.num_heard:
+            return FinishReason.STOP, None
+        if len(self.token_ids) + self.num_dropped >= self._max_num_tokens:
+            return FinishReason.LENGTH, None
+        if len(self.token_ids) >= max_model_len:
             return FinishReason.LENGTH, None
         return None
 

@@ -44,6 +44,7 @@ from sensorium.types.scheduling import (
 )
 
 _rank_of = attrgetter("rank")
+_FIRST = -(2**62)  # before all priorities
 
 
 class Scheduler:
@@ -67,6 +68,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
         self.waiting: list[Request] = []  # in the order of service
+        self.listening: dict[str, Request] = {}  # running ones that wait for more of their sound
         self.counters = SchedulerCounters()
         self._policy = policy
         self._clock = clock
@@ -75,6 +77,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_runs = 0
         self._stopped: list[str] = []
+        self._dropped: list[tuple[str, int]] = []  # requests with tokens that they have forgotten
         # The request with a media span that did not fit into the last step, and its tokens.
         self._deferred: tuple[str, int] | None = None
         # Embeddings that were encoded beyond the budgets of the steps so far.
@@ -93,15 +96,52 @@ class Scheduler:
         check_growth(core_request, self.limits, spans, self.kv_cache)
         request = Request(
             core_request,
-            rank=(core_request.priority if self._policy == "priority" else 0, self._num_arrivals),
+            rank=self._make_rank(core_request),
             block_size=self.kv_cache.block_size,
             spans=spans,
             arrived=self._clock(),
             long_after=self.limits.long_after,
         )
+        if request.is_stream:
+            limits = self.limits
+            self.kv_cache.reserve(request, limits.max_model_len, limits.max_num_batched_tokens)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=_rank_of)
+
+    def _make_rank(self, request: EngineCoreRequest) -> Rank:
+        if request.stream is not None and request.stream.is_open:
+            return _FIRST, self._num_arrivals  # it can't wait, and is never preempted
+        return request.priority if self._policy == "priority" else 0, self._num_arrivals
+
+    def append_sound(
+        self, request_id: str, num_positions: int, *, is_last: bool = False
+    ) -> EngineCoreOutput | None:
+        """Let a request go on with as many positions more of its sound.
+
+        Return its last output if it ends with this. An unknown request is ignored.
+        """
+        request = self.requests.get(request_id)
+        if request is None or not request.is_open:
+            return None
+        request.num_heard += num_positions
+        request.is_open = not is_last
+        if request_id not in self.listening or request.is_listening:
+            return None
+        del self.listening[request_id]
+        insort(self.running, request, key=_rank_of)
+        if request.num_heard >= request.num_tokens:
+            return None
+        self._end(request, FinishReason.STOP)
+        return request.make_output(FinishReason.STOP, self._clock())
+
+    def _listen(self, request: Request) -> None:
+        """Let a request wait for more of its sound. What it has passed for good is forgotten."""
+        self.running.remove(request)
+        self.listening[request.request_id] = request
+        if dropped := self.kv_cache.drop_passed(request):
+            request.drop_tokens(dropped)
+            self._dropped.append((request.request_id, dropped))
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
         """End a request early and return its last output, or `None` if it has ended already."""
@@ -109,7 +149,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.requests)
+        """Whether a step has something to do. A request that listens alone has nothing."""
+        return len(self.requests) > len(self.listening)
 
     # ---- deciding a step
 
@@ -177,7 +218,7 @@ class Scheduler:
         return step
 
     def _has_seat(self) -> bool:
-        return len(self.running) < self.limits.max_num_seqs
+        return len(self.running) + len(self.listening) < self.limits.max_num_seqs
 
     def _can_start(self, step: Step) -> bool:
         return self._has_seat() and step.num_tokens_left > 0 and not step.is_short_of_blocks
@@ -207,7 +248,8 @@ class Scheduler:
         if self._blocked == (request.rank, num_releases):
             return False
         # A prompt of an encoder-decoder model is short. Only what its media need is looked for.
-        max_tokens = 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
+        is_new = self.limits.is_encoder_decoder or request.is_stream
+        max_tokens = 0 if is_new else request.max_cached_tokens
         hit = self.kv_cache.find_prefix(request, max_tokens)
         request.has_media = hit.has_media
         is_behind = step.is_encoder_closed
@@ -326,7 +368,8 @@ class Scheduler:
     def _make_output(self, step: Step) -> SchedulerOutput:
         stopped, self._stopped = tuple(self._stopped), []
         self.counters.num_scheduled_tokens += step.num_tokens
-        return step.make_output(stopped, self.encoder_cache.take_freed_keys())
+        dropped, self._dropped = tuple(self._dropped), []
+        return step.make_output(stopped, dropped, self.encoder_cache.take_freed_keys())
 
     # ---- taking the results of a step
 
@@ -359,6 +402,8 @@ class Scheduler:
             elif prompt_logprobs:
                 name = request.request_id
                 outputs.append(EngineCoreOutput(request_id=name, prompt_logprobs=prompt_logprobs))
+            if request.is_listening and request.status is RequestStatus.RUNNING:
+                self._listen(request)
         return outputs
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
@@ -435,7 +480,10 @@ class Scheduler:
             end = max(start, end - 1 if span is None else span[0])
             request.num_scheduled_tokens = end
         request.num_computed_tokens = end
-        if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
+        if (
+            end // self.kv_cache.block_size > start // self.kv_cache.block_size
+            and not request.is_stream
+        ):
             self.kv_cache.commit(request)
         if self.limits.is_encoder_decoder:
             if not request.has_media:  # its first step has stored all it needs of its items
@@ -483,7 +531,9 @@ class Scheduler:
         return request.make_output(reason, self._clock(), error=error)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        if self.listening.pop(request.request_id, None) is None:
+            is_running = request.status is RequestStatus.RUNNING
+            (self.running if is_running else self.waiting).remove(request)
         self._release(request)
         request.status = RequestStatus.FINISHED
         self.counters.finished[reason] += 1

@@ -61,13 +61,17 @@ class Step:
         return max(0, self.max_num_tokens - self.num_tokens - self.num_reserved_tokens)
 
     def make_output(
-        self, stopped_request_ids: tuple[str, ...], freed_encoder_keys: tuple[str, ...]
+        self,
+        stopped_request_ids: tuple[str, ...],
+        dropped_tokens: tuple[tuple[str, int], ...],
+        freed_encoder_keys: tuple[str, ...],
     ) -> SchedulerOutput:
         """Return the plan of this step for the worker, which also drops what is given here."""
         return SchedulerOutput(
             scheduled=tuple(self.scheduled.values()),
             started=tuple(self.started),
             stopped_request_ids=stopped_request_ids,
+            dropped_tokens=dropped_tokens,
             freed_encoder_keys=freed_encoder_keys,
             num_scheduled_tokens=self.num_tokens,
         )
@@ -110,8 +114,7 @@ class WindowPlanner:
 
         The plan is empty, with the reason in `shortage`, if none of them fit.
         """
-        num_tokens = request.num_tokens + request.num_due_tokens
-        end = min(num_tokens, start + step.num_tokens_left)
+        end = min(request.num_ready_tokens, start + step.num_tokens_left)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
         end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)
