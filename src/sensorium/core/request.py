@@ -143,7 +143,7 @@ class Request:
         return self.is_open and not self.num_due_tokens and self.num_heard < len(self.token_ids)
 
     def drop_tokens(self, count: int) -> None:
-        """Forget the first tokens, which no layer attends to any more. The others are renumbered."""
+        """Forget the first tokens, which no layer attends to any more, and renumber the others."""
         # The names of its blocks are never asked for: they would depend on the sound.
         del self.token_ids[:count]
         self.num_prompt_tokens -= count

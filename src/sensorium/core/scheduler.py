@@ -102,7 +102,7 @@ class Scheduler:
             arrived=self._clock(),
             long_after=self.limits.long_after,
         )
-        if request.is_stream:
+        if request.is_open:
             limits = self.limits
             self.kv_cache.reserve(request, limits.max_model_len, limits.max_num_batched_tokens)
         self._num_arrivals += 1

@@ -48,7 +48,8 @@ class StreamingAdapter(ModelAdapter):
         embeds = self.embedding(input_ids)
         if mm_index is not None and mm_embeds is not None:
             embeds = embeds.index_add(0, mm_index, mm_embeds.to(embeds.dtype))
-        return embeds[None], {}
+        delays = torch.full_like(input_ids, int(self.config.default_num_delay_tokens))
+        return embeds[None], self.make_conditions(delays)
 
     def make_conditions(self, delays: torch.Tensor) -> dict[str, Any]:
         """Return what the decoder is told of the delay of each token, given in tokens [N]."""

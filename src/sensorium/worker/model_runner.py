@@ -433,6 +433,8 @@ class ModelRunner:
         self._cross = inputs.cross
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
+        if inputs.delays is not None:
+            extra |= self._adapter.make_conditions(inputs.delays)
         segments = self._graphs.segments
         size: int | StepMode = StepMode.EAGER_NO_GRAPHS
         if inputs.layout.attend_until is not None:

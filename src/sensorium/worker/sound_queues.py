@@ -6,13 +6,10 @@ what is kept of a sound does not grow with its length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
 from sensorium.models.streaming import SoundMemory, StreamingAdapter
 from sensorium.types.errors import RequestError
-from sensorium.worker.input_batch import Row
 
 
 class SoundQueue:
@@ -51,19 +48,3 @@ class SoundQueue:
     def renumber(self, count: int) -> None:
         """Let positions count from `count` on as from 0."""
         self._start -= count
-
-
-def encode_sounds(
-    rows: Sequence[Row], queues: Mapping[str, SoundQueue], adapter: StreamingAdapter
-) -> dict[str, RequestError]:
-    """Encode what is new of the sounds of a step, and return the errors by request id."""
-    failed: dict[str, RequestError] = {}
-    for scheduled, _ in rows:
-        try:
-            queues[scheduled.request_id].encode(adapter)
-        except RequestError as error:
-            failed[scheduled.request_id] = error
-        except Exception as error:  # models raise all kinds of errors; only this sound fails
-            reason = f"the sound could not be encoded: {type(error).__name__}: {error}"
-            failed[scheduled.request_id] = RequestError(reason)
-    return failed
