@@ -136,6 +136,9 @@ def _make_voxtral_config(tokenizer: Any) -> Any:
     )
 
 
+_LOUDNESS = 30.0
+
+
 def make_voxtral_realtime(directory: Path) -> None:
     with TemporaryDirectory() as folder:
         _write_tekken(Path(folder) / "tekken.json", _STREAMING)
@@ -162,6 +165,8 @@ def make_voxtral_realtime(directory: Path) -> None:
             default_num_delay_tokens=6,
         )
         model = rescale(tf.VoxtralRealtimeForConditionalGeneration(config))
+        # The sound has to outweigh the token that it is added to.
+        model.model.multi_modal_projector.linear_2.weight.data *= _LOUDNESS
         save(directory, model, processor, pad_token_id=11)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from sensorium.models.adapter import ModelAdapter
+from sensorium.models.probes import KVProbe
 
 
 class SoundMemory:
@@ -56,6 +57,19 @@ class StreamingAdapter(ModelAdapter):
         module = self._base.time_embedding
         angles = delays.to(self.dtype)[:, None] * module.inv_freq.to(self.device, self.dtype)
         return {"t_cond": torch.cat((angles.cos(), angles.sin()), dim=-1)[None]}
+
+    def _compute_whole(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits [2, vocabulary] that the model computes for two tokens in silence."""
+        embeds, extra = self.embed(tokens, None, None)
+        output = self.decoder(
+            inputs_embeds=embeds,
+            position_ids=tokens[None],
+            use_cache=False,
+            attention_call=KVProbe(),
+            **extra,
+        )
+        logits: torch.Tensor = self.model.lm_head(output.last_hidden_state)[0]
+        return logits
 
     # ---- the encoder
 

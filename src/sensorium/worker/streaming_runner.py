@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class StreamingRunner(ModelRunner):
         super().__init__(adapter, **parts)
         self._streaming = adapter
         self._sounds: dict[str, SoundQueue] = {}
-        self._input_batch.sounds = self._sounds
+        self._input_batch = replace(self._input_batch, sounds=self._sounds)
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if request.stream is None:
