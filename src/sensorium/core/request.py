@@ -140,7 +140,8 @@ class Request:
     @property
     def is_listening(self) -> bool:
         """Whether all that was heard is computed, and the request waits for more of the sound."""
-        return self.is_open and not self.num_due_tokens and self.num_heard < len(self.token_ids)
+        is_idle = not self.num_due_tokens and self.num_computed_tokens >= self.num_heard
+        return self.is_open and is_idle
 
     def drop_tokens(self, count: int) -> None:
         """Forget the first tokens, which no layer attends to any more, and renumber the others."""

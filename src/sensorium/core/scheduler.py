@@ -107,7 +107,10 @@ class Scheduler:
             self.kv_cache.reserve(request, limits.max_model_len, limits.max_num_batched_tokens)
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=_rank_of)
+        if request.num_heard:
+            insort(self.waiting, request, key=_rank_of)
+        else:
+            self.listening[request.request_id] = request
 
     def _make_rank(self, request: EngineCoreRequest) -> Rank:
         if request.stream is not None and request.stream.is_open:
@@ -126,14 +129,16 @@ class Scheduler:
             return None
         request.num_heard += num_positions
         request.is_open = not is_last
-        if request_id not in self.listening or request.is_listening:
+        if request_id not in self.listening:
             return None
-        del self.listening[request_id]
-        insort(self.running, request, key=_rank_of)
-        if request.num_heard >= request.num_tokens:
-            return None
-        self._end(request, FinishReason.STOP)
-        return request.make_output(FinishReason.STOP, self._clock())
+        if not request.is_open and request.num_tokens >= request.num_heard:
+            self._end(request, FinishReason.STOP)
+            return request.make_output(FinishReason.STOP, self._clock())
+        if request.num_heard > request.num_computed_tokens:
+            del self.listening[request_id]
+            is_running = request.status is RequestStatus.RUNNING
+            insort(self.running if is_running else self.waiting, request, key=_rank_of)
+        return None
 
     def _listen(self, request: Request) -> None:
         """Let a request wait for more of its sound. What it has passed for good is forgotten."""
