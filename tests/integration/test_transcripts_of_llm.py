@@ -166,5 +166,7 @@ def test_what_a_model_can_not_do_is_refused_at_once(
     times = [delta.done_s for delta in moonshine.stream_transcripts(sound)]
     assert len(set(times)) >= 3
     assert times[-1] == 150.0
+    with pytest.raises(RequestError, match="only writes down speech"):
+        moonshine.chat([{"role": "user", "content": "Hello!"}])
     with pytest.raises(RequestError, match="does not transcribe"):
         make_llm(tiny_model("llama")).stream_transcripts(SOUNDS)
