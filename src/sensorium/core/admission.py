@@ -46,7 +46,8 @@ def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     if num_tokens == 0:
         raise RequestError("the prompt is empty: at least one token is needed", path=("prompt",))
     check_length(num_tokens, limits.max_model_len)
-    _check_features(request.mm_features, num_tokens, limits)
+    if request.stream is None:  # the sound of a stream has no place in its prompt
+        _check_features(request.mm_features, num_tokens, limits)
 
 
 def check_length(num_tokens: int, max_model_len: int) -> None:

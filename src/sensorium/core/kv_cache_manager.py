@@ -270,9 +270,9 @@ class KVCacheManager:
         """Let later requests reuse the blocks that the computed tokens of a request have filled.
 
         The first `request.num_computed_tokens` tokens are computed. This does nothing if prefix
-        caching is off.
+        caching is off, or for a stream: its blocks depend on its sound.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.is_stream:
             return
         first = self._num_registered[request.request_id]
         last = request.num_computed_tokens // self.block_size
@@ -284,20 +284,36 @@ class KVCacheManager:
                     pool.register(table.block_ids[index], name)
         self._num_registered[request.request_id] = max(first, last)
 
-    def reserve(self, request: Request, max_model_len: int, max_new_tokens: int) -> None:
+    def reserve(self, request: Request, max_model_len: int) -> None:
         """Set blocks aside for a request that is never preempted, until it is freed.
 
         Raise a `CapacityError` if all such requests together would need more than
         `_MAX_RESERVED` of the blocks of a group.
         """
-        counts = [self._num_blocks_at_most(g, max_model_len, max_new_tokens) for g in self.groups]
+        # No step has more of its tokens than the first one, which computes its prompt.
+        most = min(max_model_len, request.num_prompt_tokens + self.block_size)
+        counts = [self._num_blocks_at_most(group, max_model_len, most) for group in self.groups]
         for index, (count, pool) in enumerate(zip(counts, self._pools, strict=True)):
             total = count + sum(others[index] for others in self._reserved.values())
             if total > _MAX_RESERVED * pool.capacity:
                 raise CapacityError(
-                    f"{len(self._reserved)} sessions keep the KV cache: it has no room for another"
+                    f"the sounds that are being listened to ({len(self._reserved)}) have set aside "
+                    "as much of the KV cache as they may: try again later, or start the engine "
+                    "with a larger kv_cache_memory_bytes"
                 )
         self._reserved[request.request_id] = counts
+
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """Return whether a request without blocks could get those of its first tokens now."""
+        counts = self._count_blocks(request, num_tokens)
+        return all(n <= pool.num_free for n, pool in zip(counts, self._pools, strict=True))
+
+    def has_passed(self, request: Request) -> bool:
+        """Return whether all windows have passed so many blocks that `drop_passed` drops them."""
+        num_tokens = request.num_computed_tokens
+        return all(
+            self._first_live_block(group, num_tokens) >= _MIN_DROPPED for group in self.groups
+        )
 
     def drop_passed(self, request: Request) -> int:
         """Remove the blocks before all windows from the tables of a request.
@@ -307,8 +323,6 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         self._release_passed(tables, request.num_computed_tokens)
         count = min(table.num_passed for table in tables)
-        if count < _MIN_DROPPED:
-            return 0
         for table in tables:
             del table.block_ids[:count]
             table.num_passed -= count

@@ -13,7 +13,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -121,7 +121,11 @@ class Request:
     @property
     def num_cross_positions(self) -> int:
         """The number of positions that layers with cross-attention attend to."""
-        return sum(feature.mm_position.get_num_embeds() for feature in self.mm_features)
+        return self.count_embeds(range(len(self.mm_features)))
+
+    def count_embeds(self, mm_indices: Iterable[int]) -> int:
+        """Return how many embeddings some of the media items have together."""
+        return sum(self.mm_features[i].mm_position.get_num_embeds() for i in mm_indices)
 
     @property
     def is_stream(self) -> bool:
@@ -204,8 +208,11 @@ class Request:
         """The number of leading tokens that may be taken from the prefix cache.
 
         The last token must always be computed, and so must every prompt token with a
-        log-probability that is still to be returned.
+        log-probability that is still to be returned. Those of a stream depend on its sound, and are
+        never taken.
         """
+        if self.is_stream:
+            return 0
         if self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1:
             return self.num_tokens - 1
         return self.num_scored_tokens

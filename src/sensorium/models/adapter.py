@@ -123,7 +123,7 @@ class ModelAdapter:
         embeds = self.embedding(input_ids.index_fill(0, mm_index, 0))
         return embeds.index_copy(0, mm_index, mm_embeds.to(embeds.dtype))[None], {}
 
-    def make_conditions(self, delays: torch.Tensor) -> dict[str, Any]:  # noqa: ARG002
+    def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:  # noqa: ARG002
         """Return further decoder arguments for tokens that are so far behind their sound."""
         return {}
 

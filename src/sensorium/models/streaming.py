@@ -52,8 +52,10 @@ class StreamingAdapter(ModelAdapter):
         delays = torch.full_like(input_ids, int(self.config.default_num_delay_tokens))
         return embeds[None], self.make_conditions(delays)
 
-    def make_conditions(self, delays: torch.Tensor) -> dict[str, Any]:
+    def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:
         """Return what the decoder is told of the delay of each token, given in tokens [N]."""
+        if delays is None:
+            return {}
         module = self._base.time_embedding
         angles = delays.to(self.dtype)[:, None] * module.inv_freq.to(self.device, self.dtype)
         return {"t_cond": torch.cat((angles.cos(), angles.sin()), dim=-1)[None]}

@@ -162,8 +162,9 @@ class ModelRunner:
         items may be outside, because their embeddings come from encoders.
         """
         token_ids = np.array(request.prompt_token_ids)
-        # With cross-attention, no token of the prompt stands for media.
-        features = request.mm_features if self._cross_group is None else ()
+        # With cross-attention, and in a stream, no token of the prompt stands for media.
+        is_beside = self._cross_group is not None or request.stream is not None
+        features = () if is_beside else request.mm_features
         for feature in features:
             for start, end in feature.mm_position.extract_embeds_range():
                 token_ids[start:end] = 0
@@ -433,8 +434,7 @@ class ModelRunner:
         self._cross = inputs.cross
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
-        if inputs.delays is not None:
-            extra |= self._adapter.make_conditions(inputs.delays)
+        extra |= self._adapter.make_conditions(inputs.delays)
         segments = self._graphs.segments
         size: int | StepMode = StepMode.EAGER_NO_GRAPHS
         if inputs.layout.attend_until is not None:

@@ -34,9 +34,9 @@ class StreamingRunner(ModelRunner):
         super().add_request(request)
         self._sounds[request.request_id] = SoundQueue()
 
-    def append_sound(self, request_id: str, features: torch.Tensor) -> None:
-        """Give a request more of its sound, as features for a whole number of positions."""
+    def append_sound(self, request_id: str, features: torch.Tensor) -> int:
         self._sounds[request_id].append(features)
+        return features.shape[-1] // self._streaming.frames_per_token
 
     def forget_request(self, request_id: str) -> None:
         super().forget_request(request_id)
@@ -65,15 +65,16 @@ class StreamingRunner(ModelRunner):
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
             state = self._states[entry.request_id]
-            state.failure = state.failure or self._encode_sound(entry.request_id)
+            state.failure = state.failure or self._encode_sound(entry)
             if state.failure is not None:
                 left_out[entry.request_id] = state.failure
         return left_out
 
-    def _encode_sound(self, request_id: str) -> RequestError | None:
-        """Encode what is new of a sound. Return why that failed, or `None`."""
+    def _encode_sound(self, entry: ScheduledRequest) -> RequestError | None:
+        """Encode what a step needs of a sound. Return why that failed, or `None`."""
+        end = entry.num_computed_tokens + entry.num_new_tokens
         try:
-            self._sounds[request_id].encode(self._streaming)
+            self._sounds[entry.request_id].encode(self._streaming, end)
         except RequestError as error:
             return error
         except Exception as error:  # models raise all kinds of errors; only this sound fails

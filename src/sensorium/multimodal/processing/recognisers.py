@@ -98,7 +98,8 @@ def make_mel_filters(
 class RecogniserProcessor(SoundProcessor):
     """The processor of a recogniser for sounds, with the model's feature extractor."""
 
-    def __init__(self, model_class: Any, config: PretrainedConfig, extractor: Any) -> None:
+    def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
+        extractor = parts.feature_extractor
         self._model_class = model_class
         self._config = config
         self._extractor = extractor
