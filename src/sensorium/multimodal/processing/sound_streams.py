@@ -158,6 +158,10 @@ class SoundStream:
         silence = missing + self._num_behind + self._sounds.window // 2
         return self._take(np.zeros(silence, np.float32))
 
+    def count_positions(self, features: torch.Tensor) -> int:
+        """Return for how many positions of the model some features are."""
+        return int(features.shape[-1]) // self._sounds.frames_per_token
+
     def _take(self, samples: Samples) -> torch.Tensor | None:
         size, window = self._sounds.samples_per_token, self._sounds.window
         self._rest = np.concatenate((self._rest, samples))
