@@ -39,7 +39,7 @@ from sensorium.speech.live.turns import (
 )
 from sensorium.speech.live.voices import SileroDetector, VoiceDetector
 from sensorium.speech.options import SpeechOptions
-from sensorium.speech.transcript import Segment, Transcript
+from sensorium.speech.transcript import Segment, TokenScore, Transcript
 from sensorium.types.errors import InvariantError
 from sensorium.utils.silences import Samples
 
@@ -218,22 +218,24 @@ class TurnSession:
         )
         async with aclosing(parts):
             async for part in parts:
-                is_last = isinstance(part, Transcript)
-                text = texts.finish(get_text(part)) if is_last else texts.add(part.text)
-                if text:
-                    scores = () if isinstance(part, Transcript) else part.scores
-                    await self._events.put(TextDelta(turn.item_id, text, scores))
-                if isinstance(part, Transcript):
-                    await self._events.put(
-                        Completed(
-                            item_id=turn.item_id,
-                            transcript=part,
-                            audio_s=turn.audio_s,
-                            work_s=time.monotonic() - began,
-                        )
+                if isinstance(part, Segment):
+                    await self._send_text(turn, texts.add(part.text), part.scores)
+                    continue
+                await self._send_text(turn, texts.finish(get_text(part)))
+                await self._events.put(
+                    Completed(
+                        item_id=turn.item_id,
+                        transcript=part,
+                        audio_s=turn.audio_s,
+                        work_s=time.monotonic() - began,
                     )
-                    return
+                )
+                return
         raise InvariantError("a transcription ended without its transcript")
+
+    async def _send_text(self, turn: _Turn, text: str, scores: tuple[TokenScore, ...] = ()) -> None:
+        if text:
+            await self._events.put(TextDelta(turn.item_id, text, scores))
 
 
 def _make_id() -> str:

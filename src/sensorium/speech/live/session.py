@@ -8,7 +8,7 @@ come, and sends the events to its client in the order in which it gets them.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sensorium.speech.live.turns import TurnDetection
@@ -22,7 +22,8 @@ class LiveOptions:
 
     language: str | None = None  # a code such as "en" or a name such as "english"; None: found
     prompt: str = ""  # text that comes before the sound, with names or in the style that is wanted
-    turn_detection: TurnDetection | None = TurnDetection()  # None: the client commits
+    # How turns are found; `None`: the client commits.
+    turn_detection: TurnDetection | None = field(default_factory=TurnDetection)
     needs_logprobs: bool = False
 
 

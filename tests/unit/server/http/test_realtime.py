@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -551,8 +553,9 @@ def test_a_message_that_is_too_large_closes_the_connection(
     server: RunningServer, transcriber: ScriptedTranscriber
 ) -> None:
     with begin(server) as talker, begin(server, turn_detection=None) as neighbour:
-        with pytest.raises(ConnectionClosed) as caught:
+        with suppress(ConnectionClosed):
             talker.append(bytes(75_000_000))  # 100 MB in base64
+        with pytest.raises(ConnectionClosed) as caught:
             talker.receive()
         assert caught.value.rcvd is None or caught.value.rcvd.code == 1009
         neighbour.say(make_sound((LOUD, 0.5)))
@@ -702,7 +705,7 @@ def test_a_session_that_reaches_its_end_gets_what_was_said(
     with begin(server) as talker:
         talker.say(make_sound((LOUD, 1.0)))  # the voice is not silent yet
         messages = talker.receive_until("error")
-        assert [each for each in messages if each["type"] == COMPLETED][0]["transcript"] == TEXT
+        assert next(each for each in messages if each["type"] == COMPLETED)["transcript"] == TEXT
         assert messages[-1]["error"]["code"] == "session_expired"
         with pytest.raises(ConnectionClosed) as caught:
             talker.receive()
@@ -724,7 +727,7 @@ def test_a_server_that_stops_lets_the_last_words_be_written(
         assert transcriber.num_open == 1  # the server waits
         server.loop.call_soon_threadsafe(gate.set)
         messages = talker.receive_until("error")
-        assert [each for each in messages if each["type"] == COMPLETED][0]["transcript"] == TEXT
+        assert next(each for each in messages if each["type"] == COMPLETED)["transcript"] == TEXT
         assert messages[-1]["error"]["code"] == "session_draining"
         with pytest.raises(ConnectionClosed) as caught:
             talker.receive()
@@ -744,10 +747,8 @@ def test_a_client_that_reads_nothing_is_cut_off(
     raw.settimeout(0.2)
     deadline = time.monotonic() + 60
     while get_ends(server, "unread") == 0 and time.monotonic() < deadline:
-        try:
+        with contextlib.suppress(OSError):
             raw.sendall(garbage)
-        except OSError:
-            pass
     wait_until(lambda: get_ends(server, "unread") == 1, "it is cut off")
     raw.close()
     talker.socket.close()

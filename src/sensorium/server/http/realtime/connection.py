@@ -172,7 +172,7 @@ class RealtimeConnection:
                 self.deadlines.touched = self.now()
 
     async def _handle(self, text: str | None) -> None:
-        """Carry out one message. What is wrong with it becomes an error, and the session goes on."""
+        """Carry out one message. If it is wrong, send an error; the session goes on."""
         event_id: str | None = None
         is_small = text is None or len(text) <= _LARGE_MESSAGE
         try:

@@ -63,9 +63,9 @@ class _Format(Struct):
 
 
 class _Transcription(Struct):
-    model: str | None | UnsetType = UNSET
-    language: str | None | UnsetType = UNSET
-    prompt: Annotated[str, Meta(max_length=_MAX_TEXT)] | None | UnsetType = UNSET
+    model: str | UnsetType | None = UNSET
+    language: str | UnsetType | None = UNSET
+    prompt: Annotated[str, Meta(max_length=_MAX_TEXT)] | UnsetType | None = UNSET
     delay: Any = None
     keywords: Any = None
     languages: Any = None
@@ -83,9 +83,9 @@ class _TurnDetection(Struct):
 
 
 class _Input(Struct):
-    format: _Format | None | UnsetType = UNSET
-    transcription: _Transcription | None | UnsetType = UNSET
-    turn_detection: _TurnDetection | None | UnsetType = UNSET
+    format: _Format | UnsetType | None = UNSET
+    transcription: _Transcription | UnsetType | None = UNSET
+    turn_detection: _TurnDetection | UnsetType | None = UNSET
     noise_reduction: Any = None
 
 
@@ -97,7 +97,7 @@ class _Audio(Struct):
 class _Session(Struct):
     type: str
     audio: _Audio | None = None
-    include: list[str] | None | UnsetType = UNSET
+    include: list[str] | UnsetType | None = UNSET
 
 
 class OpenAIDialect:
@@ -252,7 +252,7 @@ class OpenAIDialect:
 
 
 def _refuse(given: Struct, *names: str) -> None:
-    """Raise a `RequestError` if one of the fields is given, because the server has no use for it."""
+    """Raise a `RequestError` if one of the fields is given. The server has no use for them."""
     for name in names:
         if getattr(given, name) is not None:
             raise RequestError("is not supported by this server: leave it out", path=(name,))
@@ -265,7 +265,7 @@ def _read_include(given: Sequence[str]) -> bool:
     return bool(given)
 
 
-def _read_format(given: _Format | None | UnsetType, now: AudioFormat) -> AudioFormat:
+def _read_format(given: _Format | UnsetType | None, now: AudioFormat) -> AudioFormat:
     if given is UNSET:
         return now
     if given is None:

@@ -21,7 +21,7 @@ _SUBPROTOCOL = "realtime"  # the one that OpenAI's clients in browsers offer, be
 
 
 async def serve_realtime(websocket: WebSocket, context: Context) -> None:
-    """Serve one live session. Raise an `ApiError` before the WebSocket is accepted, if it is not."""
+    """Serve one live session, or raise an `ApiError` before the WebSocket is accepted."""
     source, dialect = _get_source(context), _choose_dialect(websocket, context)
     options, state = context.options, websocket.scope["state"]
     offered = websocket.scope.get("subprotocols") or ()
