@@ -16,18 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import pytest
 from openai import AsyncOpenAI
 from websockets.exceptions import ConnectionClosed
 
-from sensorium import embedded
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.utils.silences import Samples
-from tests.integration.speaking import make_brief
+from tests.integration.speaking import WORDS, make_brief, read_sample, speak
 from tests.support.server import ServerProcess, serve
-from tests.support.talking import QUIET, RATE, Talker, make_sound, to_pcm16
+from tests.support.talking import RATE, Talker, to_pcm16
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-realtime")
@@ -35,8 +31,6 @@ OPENAI = "?intent=transcription"
 PCM16K = {"type": "audio/pcm", "rate": RATE}
 COMPLETED = "conversation.item.input_audio_transcription.completed"
 FAILED = "conversation.item.input_audio_transcription.failed"
-MEDIA = Path(embedded.__file__).parent / "media"
-WORDS = {"speech": "seven green birds", "question": "what color is the square"}
 WAIT_S = 120.0
 
 
@@ -44,21 +38,6 @@ WAIT_S = 120.0
 def server() -> Iterator[ServerProcess]:
     with serve(EMBEDDED_MODEL, "--max-realtime-sessions", "16") as running:
         yield running
-
-
-def read_sample(name: str, rate: int = RATE) -> Samples:
-    resampler = av.AudioResampler("s16", "mono", rate)
-    pieces = []
-    with av.open(MEDIA / f"{name}.flac") as container:
-        for frame in container.decode(audio=0):
-            pieces += [each.to_ndarray()[0] for each in resampler.resample(frame)]
-    return np.concatenate(pieces).astype(np.float32) / 32768
-
-
-def speak(*names: str, rate: int = RATE) -> Samples:
-    """Return samples of the embedded model, with a second of silence around each."""
-    silence = make_sound((QUIET, 1.0), rate=rate)
-    return np.concatenate([silence, *(x for n in names for x in (read_sample(n, rate), silence))])
 
 
 def begin(server: ServerProcess, **fields: Any) -> Talker:

@@ -157,7 +157,14 @@ class TurnSession:
 
     async def get_events(self) -> AsyncIterator[LiveEvent]:
         while True:
-            yield await self._events.get()
+            event = await self._events.get()
+            try:
+                yield event
+            finally:
+                self._events.task_done()
+
+    async def settle(self) -> None:
+        await self._events.join()
 
     async def close(self) -> None:
         self._worker.cancel()

@@ -134,6 +134,13 @@ class LiveSession(Protocol):
         """Return an endless iterator over the events, in their order."""
         ...
 
+    async def settle(self) -> None:
+        """Wait until the reader has done its work on all events so far.
+
+        So the answer to a message does not overtake the events of the messages before it.
+        """
+        ...
+
     async def close(self) -> None:
         """End the session at once, and abort what is being transcribed."""
         ...

@@ -144,6 +144,20 @@ def test_a_client_that_commits_gets_all_of_its_audio(
     assert [len(media) for media, *_ in transcriber.calls] == [44 + 2 * 8000, 44 + 2 * 4000]
 
 
+def test_answers_do_not_overtake_events(
+    make_server: Callable[..., RunningServer], transcriber: ScriptedTranscriber
+) -> None:
+    server = make_server()
+    for _ in range(20):
+        with begin(server, turn_detection=None) as talker:
+            talker.say(make_sound((LOUD, 0.5)))
+            talker.commit()
+            talker.commit()
+            kinds = get_types(talker.receive_until("error"))
+        assert kinds[:2] == ["input_audio_buffer.committed", "conversation.item.added"]
+    wait_until_empty(server, transcriber)
+
+
 def test_cleared_audio_is_not_transcribed(
     server: RunningServer, transcriber: ScriptedTranscriber
 ) -> None:

@@ -190,11 +190,17 @@ class RealtimeConnection:
             read = partial(self.dialect.read, message)
             command = read() if is_small else await run_in_thread(read)
             await self._carry_out(command)
-            await self._send(*self.dialect.confirm(command))
+            await self._answer(*self.dialect.confirm(command))
         except (WebSocketDisconnect, TimeoutError):
             raise
         except Exception as error:  # each message has its own answer, also if it shows a bug
-            await self._send(self.dialect.write_error(self._report(error), event_id))
+            await self._answer(self.dialect.write_error(self._report(error), event_id))
+
+    async def _answer(self, *messages: Message) -> None:
+        """Send messages behind the events of all messages that came before."""
+        if messages:
+            await self.session.settle()
+            await self._send(*messages)
 
     async def _carry_out(self, command: Command) -> None:
         if isinstance(command, Append):
