@@ -1,4 +1,4 @@
-"""The command `transcribe --live` prints what a server hears, while it is said."""
+"""The command `transcribe --live` prints the words of a pipe, while they are said."""
 
 from __future__ import annotations
 

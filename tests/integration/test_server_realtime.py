@@ -1,4 +1,4 @@
-"""Live sessions of a real server: the embedded model hears its samples, and processes are killed.
+"""Live sessions of a real server: the embedded model gets its samples, and processes are killed.
 
 What needs no engine is in `tests/unit/server/http/test_realtime.py`.
 """

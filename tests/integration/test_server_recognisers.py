@@ -151,7 +151,7 @@ def test_what_the_model_can_not_do_is_refused(
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's own route
 def test_other_routes_name_the_right_one(client: OpenAI, server: ServerProcess) -> None:
     (model,) = httpx.get(server.get_url("/v1/models")).json()["data"]
-    assert model["capabilities"] == ["transcription"]
+    assert model["capabilities"] == ["transcription", "realtime"]
     with pytest.raises(openai.BadRequestError, match=ROUTE):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
     with pytest.raises(openai.BadRequestError, match=ROUTE):

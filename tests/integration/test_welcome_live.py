@@ -30,7 +30,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Return a browser that hears two sentences, again and again."""
+    """Return a browser whose microphone has two sentences, again and again."""
     from tests.integration.browsing import Browser, find_browser
 
     paths = find_browser()

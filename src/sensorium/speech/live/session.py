@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from sensorium.speech.live.turns import TurnDetection
 from sensorium.speech.transcript import TokenScore, Transcript
-from sensorium.utils.silences import Samples
+
+if TYPE_CHECKING:  # metrics import this module, and must not load numpy
+    from sensorium.utils.silences import Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnDetection:
+    """How turns are found: OpenAI's `server_vad`, with its defaults."""
+
+    threshold: float = 0.5  # a frame has a voice if it is at least so likely
+    prefix_padding_ms: int = 300  # of sound before the voice
+    silence_duration_ms: int = 500  # after which a turn has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sensorium.speech.live.audio import RATE
+from sensorium.speech.live.session import TurnDetection
 from sensorium.speech.live.voices import FRAME, SileroDetector, VoiceDetector
 from sensorium.types.errors import RequestError
 from sensorium.utils.silences import Samples
@@ -31,15 +32,6 @@ FULL_CODE = "input_audio_buffer_full"
 _HYSTERESIS = 0.15  # below the threshold, a voice that was there still counts; Silero's own value
 _SAMPLE_BYTES = 4
 _SEARCHED = 1 / 3  # the last part of a turn that is too long, in which it is cut
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnDetection:
-    """How turns are found: OpenAI's `server_vad`, with its defaults."""
-
-    threshold: float = 0.5  # a frame has a voice if it is at least so likely
-    prefix_padding_ms: int = 300  # of sound before the voice
-    silence_duration_ms: int = 500  # after which a turn has ended
 
 
 @dataclass(frozen=True, slots=True)

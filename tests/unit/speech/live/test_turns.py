@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sensorium.speech.live.session import TurnDetection
 from sensorium.speech.live.turns import (
     EMPTY_CODE,
     FULL_CODE,
@@ -14,7 +15,6 @@ from sensorium.speech.live.turns import (
     MAX_TURN_S,
     AudioBufferError,
     TurnBuffer,
-    TurnDetection,
     TurnEnded,
     TurnEvent,
     TurnStarted,

@@ -37,8 +37,8 @@ from sensorium.speech.live.session import (
     SpeechStarted,
     SpeechStopped,
     TextDelta,
+    TurnDetection,
 )
-from sensorium.speech.live.turns import TurnDetection
 from sensorium.types.checking import check
 from sensorium.types.errors import RequestError, at
 from sensorium.types.options import join_words
