@@ -332,6 +332,7 @@ def serve(
     transcriber: Any = None,
     live: Any = None,
     has_chat: bool = True,
+    ping_s: float = 20.0,
     **options: Any,
 ) -> Iterator[RunningServer]:
     engine = engine or ScriptedEngine()
@@ -353,6 +354,8 @@ def serve(
         ws=RealtimeProtocol,
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_per_message_deflate=False,
+        ws_ping_interval=ping_s,
+        ws_ping_timeout=ping_s,
         log_config=None,
         timeout_graceful_shutdown=1 if live is None else 60,
         timeout_keep_alive=600,

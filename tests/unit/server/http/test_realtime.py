@@ -753,9 +753,6 @@ def test_a_client_that_reads_nothing_is_cut_off(
     make_server: Callable[..., RunningServer], transcriber: ScriptedTranscriber
 ) -> None:
     server = make_server(stream_timeout=0.5)
-    talker = begin(server, turn_detection=None)
-    talker.socket.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    talker.socket.recv_events_thread  # noqa: B018 - it exists in this version, and reads
     raw = open_raw(server)
     garbage = make_frame(json.dumps({"type": "x" * 100_000}))
     raw.settimeout(0.2)
@@ -765,7 +762,6 @@ def test_a_client_that_reads_nothing_is_cut_off(
             raw.sendall(garbage)
     wait_until(lambda: get_ends(server, "unread") == 1, "it is cut off")
     raw.close()
-    talker.socket.close()
     wait_until_empty(server, transcriber)
 
 
@@ -786,6 +782,38 @@ def make_frame(text: str) -> bytes:
     """Return a masked text frame, as a client sends it. The mask is zero."""
     body = text.encode()
     return b"\x81\xff" + len(body).to_bytes(8, "big") + bytes(4) + body
+
+
+def test_a_client_that_answers_no_ping_is_closed(
+    make_server: Callable[..., RunningServer], transcriber: ScriptedTranscriber
+) -> None:
+    server = make_server(ping_s=0.3)
+    with open_raw(server) as raw:
+        raw.settimeout(60)
+        received = b""
+        while piece := raw.recv(4096):
+            received += piece
+    assert received.endswith(b"\x03\xf3keepalive ping timeout")  # the close code 1011
+    wait_until_empty(server, transcriber)
+
+
+def test_a_client_that_is_not_read_needs_to_answer_no_ping(
+    make_server: Callable[..., RunningServer], transcriber: ScriptedTranscriber
+) -> None:
+    gate = asyncio.Event()
+    transcriber.between = lambda _: gate.wait()
+    server = make_server(ping_s=0.2)
+    turn = to_pcm16(make_sound((LOUD, 9.0), (QUIET, 1.0)))
+    with begin(server) as talker:
+        sender = threading.Thread(target=lambda: [talker.append(turn) for _ in range(20)])
+        sender.start()
+        waiting = server.metrics.real.gauge("sensorium:realtime_waiting_seconds")
+        wait_until(lambda: waiting._value.get() > live_module.MAX_WAITING_S, "it is not read")
+        time.sleep(2.0)  # several pings, whose answers stay behind the audio
+        server.loop.call_soon_threadsafe(gate.set)
+        for _ in range(20):
+            talker.receive_until(COMPLETED)
+        sender.join(60)
 
 
 def test_items_are_measured(server: RunningServer, transcriber: ScriptedTranscriber) -> None:
