@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -63,7 +64,9 @@ def _finish(
     factor: float = 1.0,
 ) -> None:
     inputs = extractor(_make_noise(), sampling_rate=16_000, return_tensors="pt")
-    logits = model.eval()(**inputs).logits[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Support for mismatched key_padding_mask")  # in WavLM
+        logits = model.eval()(**inputs).logits[0]
     _balance(head, logits, blank_id=tokenizer.pad_token_id, never=never, factor=factor)
     _save(directory, model, extractor, tokenizer)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -146,6 +147,27 @@ def test_what_the_model_can_not_do_is_refused(
         transcribe(client, make_file(), **fields)
     assert caught.value.param == param
     assert transcribe(client, make_file(), temperature=0.0).text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("logprobs", 2), ("structured_outputs", {"regex": "a+"})]
+)
+def test_how_tokens_are_chosen_can_not_be_asked(
+    server: ServerProcess, name: str, value: Any
+) -> None:
+    """An answer without what was asked for would leave its client waiting, and others as well."""
+    sound = base64.b64encode(make_file()).decode()
+    body = {
+        "token_ids": [0],
+        "content_parts": [{"type": "audio_url", "url": f"data:audio/wav;base64,{sound}"}],
+        "sampling_params": {"max_tokens": 1},
+    }
+    assert server.post("/inference/v1/generate", body).status_code == 200
+    body["sampling_params"] = {"max_tokens": 1, name: value}
+    response = server.post("/inference/v1/generate", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == f"sampling_params.{name}"
+    wait_until_idle(server)
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's own route

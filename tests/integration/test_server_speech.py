@@ -335,6 +335,16 @@ def make_clip_with_sound() -> bytes:
 
 
 FLAC = write_sound(make_audio(SHORT_S, seed=0), "FLAC", "PCM_16")
+
+
+def claim_ten_hours_of_flac(sound: bytes) -> bytes:
+    """Return a FLAC file whose header announces ten hours of samples, which is believed."""
+    # The number of samples has 36 bits, from the middle of this byte on.
+    start, number = 21, 10 * 3600 * 16_000
+    first = (sound[start] & 0xF0) | (number >> 32)
+    return sound[:start] + bytes([first]) + struct.pack(">I", number & 0xFFFFFFFF) + sound[26:]
+
+
 BAD_FILES: dict[str, tuple[bytes, str]] = {
     "text": (b"Dear server, this is a letter. " * 20, "can't be opened as a sound"),
     "picture": (write_image(make_pixels(), "PNG"), "can't be opened as a sound"),
@@ -342,6 +352,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "is empty"),
     "only a header": (SHORT[:44], "no samples"),
     "truncated": (FLAC[: len(FLAC) // 2], "truncated or damaged"),
+    "ten hours": (claim_ten_hours_of_flac(FLAC), "longer than"),
 }
 
 

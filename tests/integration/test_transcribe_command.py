@@ -270,6 +270,10 @@ def test_a_server_that_can_not_be_used_is_named_once(
 # ---- in a terminal, and interrupted
 
 
+# A process ignores Ctrl-C if its parent does, as a shell's jobs in the background do.
+_INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+
+
 class Terminal:
     """The command in a process of its own. Its stderr is a terminal, and its stdout a pipe."""
 
@@ -277,7 +281,7 @@ class Terminal:
         self._fd, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "transcribe", *words],
+            [sys.executable, "-c", _INTERRUPTIBLE + COMMAND, "transcribe", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=theirs,

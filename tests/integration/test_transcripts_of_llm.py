@@ -158,10 +158,15 @@ def test_what_a_model_can_not_do_is_refused_at_once(
         moonshine.stream_transcripts(SOUNDS, needs_words=True)
     with pytest.raises(RequestError, match="task: this model does not translate"):
         moonshine.stream_transcripts(SOUNDS, task="translate")
+    with pytest.raises(RequestError, match="language: 'klingon' is no known language"):
+        transcribe(moonshine, SOUNDS, language="klingon")
+    assert transcribe(moonshine, SOUNDS, language="English")[0].language == "en"
     # The pieces of a long sound are what is done of it. Four of them run at a time.
     sound = (make_audio(150.0, seed=3), RATE)
     times = [delta.done_s for delta in moonshine.stream_transcripts(sound)]
     assert len(set(times)) >= 3
     assert times[-1] == 150.0
+    with pytest.raises(RequestError, match="only writes down speech"):
+        moonshine.chat([{"role": "user", "content": "Hello!"}])
     with pytest.raises(RequestError, match="does not transcribe"):
         make_llm(tiny_model("llama")).stream_transcripts(SOUNDS)

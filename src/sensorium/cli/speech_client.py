@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -39,7 +40,7 @@ class SpeechClient:
 
     def __init__(self, url: str, *, key: str | None, task: str, fields: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + _ROUTES[task]
-        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._headers = {} if key is None else {b"Authorization": f"Bearer {key}".encode()}
         self._fields = dict(fields)
         self._is_streamed = fields["response_format"] == "text"
         if self._is_streamed:
@@ -84,27 +85,38 @@ class SpeechClient:
             async with client.stream(
                 "POST", self._url, data=self._fields, files={"file": (name, content)}
             ) as response:
-                if response.status_code != httpx.codes.OK:
-                    raise _make_error(response.status_code, await response.aread())
-                if not self._is_streamed:
-                    text = (await response.aread()).decode()
-                    writer.finish(index, text if text.endswith("\n") else f"{text}\n")
-                    return
-                async for event in _read_events(response):
-                    if event["type"] == "transcript.text.delta":
-                        writer.add_text(index, event["delta"])
-                    elif event["type"] == "transcript.text.done":
-                        writer.finish(index, f"{event['text']}\n")
-                        return
-                raise FileError("the server ended its answer early")
+                await self._receive(response, index, writer)
+        except httpx.InvalidURL as error:
+            raise ServerError(f"{self._url} is no address of a server: {error}") from error
         except httpx.ConnectError as error:
             raise ServerError(f"the server {self._url} does not answer: {error}") from error
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise FileError(f"the connection to the server failed: {reason}") from error
+        except (ValueError, LookupError, TypeError) as error:  # another kind of server
+            reason = f"{type(error).__name__}: {error}"
+            raise FileError(f"the server's answer can't be understood: {reason}") from error
         finally:
             if not isinstance(content, bytes):
                 content.close()
+
+    async def _receive(
+        self, response: httpx.Response, index: int, writer: TranscriptWriter
+    ) -> None:
+        """Give the answer for one file to `writer`, or raise the error that it has."""
+        if response.status_code != httpx.codes.OK:
+            raise _make_error(response.status_code, await response.aread())
+        if not self._is_streamed:
+            text = (await response.aread()).decode()
+            writer.finish(index, text if text.endswith("\n") else f"{text}\n")
+            return
+        async for event in _read_events(response):
+            if event["type"] == "transcript.text.delta":
+                writer.add_text(index, event["delta"])
+            elif event["type"] == "transcript.text.done":
+                writer.finish(index, f"{event['text']}\n")
+                return
+        raise FileError("the server ended its answer early")
 
 
 def _open(sound: SoundFile) -> tuple[str, Any]:
@@ -119,7 +131,8 @@ def _open(sound: SoundFile) -> tuple[str, Any]:
         content = source.open("rb") if source.is_file() else source.read_bytes()
     except OSError as error:
         raise FileError(f"can't be read: {error.strerror}") from error
-    return source.name, content
+    # A name may have bytes that are no text.
+    return os.fsencode(source.name).decode(errors="replace"), content
 
 
 async def _read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -99,9 +99,14 @@ class TranscriptWriter:
             self._write_held()
 
     def finish(self, index: int, content: str) -> None:
-        """Take the whole transcript of a file, in the format."""
+        """Take the whole transcript of a file, in the format.
+
+        A file whose transcript can't be written has failed.
+        """
         if self._directory is not None:
-            self._save(self._directory, index, content)
+            if problem := self._save(self._directory, index, content):
+                self.fail(index, problem)
+                return
         elif self._is_streamed:
             self._hold(index, self._texts[index].finish(content.strip()))
             if not self._is_terminal:
@@ -118,12 +123,14 @@ class TranscriptWriter:
         self._end(index)
         tqdm.write(f"sensorium: {self._sounds[index].name}: {reason}", file=sys.stderr)
 
-    def _save(self, directory: Path, index: int, content: str) -> None:
+    def _save(self, directory: Path, index: int, content: str) -> str:
+        """Write a transcript to its file, and return why that failed, or an empty text."""
         path = directory / self._sounds[index].get_target(self._form)
         try:
             path.write_text(content, encoding="utf-8")
         except OSError as error:
-            raise RequestError(f"{path} can't be written: {error.strerror}") from error
+            return f"{path} can't be written: {error.strerror}"
+        return ""
 
     def _hold(self, index: int, part: str) -> None:
         self._held[index] += f"{part.strip()}\n" if self._is_terminal and part.strip() else part
@@ -157,4 +164,6 @@ def _make_directory(name: str) -> Path:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RequestError(f"the directory {name} can't be made: {reason}") from error
+    if not os.access(name, os.W_OK | os.X_OK):
+        raise RequestError(f"the directory {name} can't be written to: Permission denied")
     return Path(name)

@@ -438,7 +438,9 @@ class Scheduler:
         if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
             self.kv_cache.commit(request)
         if self.limits.is_encoder_decoder:
-            if not request.has_media:  # its first step has stored all it needs of its items
+            # Its first step has stored all it needs of its items. If that computed nothing, because
+            # the only token of its prompt is late, it is repeated and stores them once more.
+            if not request.has_media and end > 0:
                 request.has_media = True
                 self.kv_cache.commit_media(request)
                 self.encoder_cache.free(request)

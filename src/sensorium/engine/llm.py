@@ -149,6 +149,8 @@ class LLM:
         `sensorium.engine.inputs.renderer.ChatKwargs`. Errors are handled as in `generate`.
         """
         chats = make_chats(messages, options)
+        if self.input_processor.processor.beside is not None:
+            raise RequestError("this model only writes down speech: use `LLM.transcribe`")
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
 
     def stream(

@@ -201,12 +201,10 @@ class RecogniserAdapter(ModelAdapter):
         before it, and how many frames to go on. This is `generate` for several sounds of different
         lengths, with the probabilities that `generate` does not return.
         """
-        ends = torch.tensor(list(num_frames), device=encoded.device)
-        rows = torch.arange(len(ends), device=encoded.device)
-        walk = _Walk(self.config, len(ends), encoded.device)
+        rows = torch.arange(len(encoded), device=encoded.device)
+        walk = _Walk(self.config, torch.tensor(list(num_frames), device=encoded.device))
         token_ids, cache = self._get_first_ids(rows), None
-        # A model that never goes on would write tokens without an end.
-        for _ in range(int(self.config.max_symbols_per_step) * max(num_frames)):
+        while walk.goes_on:
             frames = encoded[rows, walk.frames.clamp(max=encoded.shape[1] - 1), None]
             output = self.model(
                 encoder_outputs=BaseModelOutputWithPooling(pooler_output=frames),
@@ -215,9 +213,7 @@ class RecogniserAdapter(ModelAdapter):
                 use_decoder_cache=True,
             )
             cache = output.decoder_cache
-            token_ids = walk.take(output.logits[:, -1].float(), ends)
-            if not bool((walk.frames < ends).any()):
-                break
+            token_ids = walk.take(output.logits[:, -1].float())
         return walk.make_tables()
 
     def _get_first_ids(self, rows: torch.Tensor) -> torch.Tensor:
@@ -226,31 +222,43 @@ class RecogniserAdapter(ModelAdapter):
 
 
 class _Walk:
-    """The way of a transducer through several sounds: where it is in each, and what it found."""
+    """The way of a transducer through several sounds: where it is in each, and what it found.
 
-    def __init__(self, config: PretrainedConfig, num_sounds: int, device: torch.device) -> None:
-        self.frames = torch.zeros(num_sounds, dtype=torch.long, device=device)
+    `ends` are the numbers of their frames.
+    """
+
+    def __init__(self, config: PretrainedConfig, ends: torch.Tensor) -> None:
+        self.frames = torch.zeros_like(ends)
+        self._ends = ends
+        self._is_within = ends > 0
         self._blank_id = get_blank_id(config)
         self._vocab_size = int(config.vocab_size)
         durations = getattr(config, "durations", None)
         # The frames that a TDT can go on. An RNN-T goes on by one, and only where nothing is heard.
-        self._durations = None if durations is None else torch.tensor(durations, device=device)
+        self._durations = None if durations is None else torch.tensor(durations, device=ends.device)
         self._max_symbols = int(config.max_symbols_per_step)
         self._num_symbols = torch.zeros_like(self.frames)  # an RNN-T has written at its frame
         self._found: list[torch.Tensor] = []  # for each step: [sounds, columns]
         self._is_kept: list[torch.Tensor] = []
 
-    def take(self, logits: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are frames left in any of the sounds."""
+        return bool(self._is_within.any())
+
+    def take(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose the tokens of a step, go on in each sound, and return the tokens."""
         scores = logits[:, : self._vocab_size]
         best, token_ids = scores.max(-1)
         is_blank = token_ids == self._blank_id
         steps = self._get_steps(logits[:, self._vocab_size :], is_blank)
         columns = (token_ids, best - scores.logsumexp(-1), self.frames, steps)
-        is_within = self.frames < ends
         self._found.append(torch.stack([column.float() for column in columns], dim=-1))
-        self._is_kept.append(is_within & ~is_blank)
-        self.frames = self.frames + torch.where(is_within, steps, 0)
+        self._is_kept.append(self._is_within & ~is_blank)
+        self.frames = self.frames + torch.where(self._is_within, steps, 0)
+        # A TDT may write tokens without ever going on. This bounds them for each sound on its own.
+        has_steps = len(self._found) < self._max_symbols * self._ends
+        self._is_within = (self.frames < self._ends) & has_steps
         return token_ids
 
     def _get_steps(self, logits: torch.Tensor, is_blank: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,9 @@ from dataclasses import replace
 
 from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.models.recogniser import RecogniserAdapter
+from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, StepMode
 from sensorium.worker.encoder_runner import EncoderRunner
 from sensorium.worker.input_batch import Row
@@ -44,6 +46,17 @@ class RecogniserRunner(ModelRunner):
         self._encoder_runner = EncoderRunner(
             adapter, self.encoder_cache, get_batch_key=adapter.get_batch_key
         )
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Prepare a new request, or raise a `RequestError` if it asks how tokens are chosen.
+
+        No token is chosen, so that an answer would lack what was asked for.
+        """
+        for name in ("logprobs", "structured_outputs"):
+            if getattr(request.sampling_params, name) is not None:
+                reason = "this model chooses no tokens, it finds what is said: leave it out"
+                raise RequestError(reason, path=(name,))
+        super().add_request(request)
 
     def _get_needed_items(self, _entry: object, state: RequestState) -> Sequence[int]:
         return range(len(state.request.mm_features))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -87,3 +88,25 @@ def test_a_directory_that_can_not_be_made_is_named(tmp_path: Path) -> None:
         RequestError, match=r"the directory .*file/x can't be made: Not a directory"
     ):
         TranscriptWriter(SOUNDS, "text", str(tmp_path / "file" / "x"), is_headed=True)
+
+
+def test_a_transcript_that_can_not_be_written_costs_the_others_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "b.txt").mkdir()
+    writer = TranscriptWriter(SOUNDS, "text", str(tmp_path), is_headed=True)
+    for index in range(len(SOUNDS)):
+        writer.finish(index, f"Text {index}.\n")
+    assert [(tmp_path / f"{name}.txt").read_text() for name in "ac"] == ["Text 0.\n", "Text 2.\n"]
+    assert writer.num_failed == 1
+    problem = f"sensorium: b.wav: {tmp_path / 'b.txt'} can't be written: Is a directory\n"
+    assert capsys.readouterr().err == problem
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_can_not_be_written_to_is_named_before_anything_is_heard(
+    tmp_path: Path,
+) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RequestError, match="can't be written to: Permission denied"):
+        TranscriptWriter(SOUNDS, "text", str(tmp_path), is_headed=True)

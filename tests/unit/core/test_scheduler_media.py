@@ -237,6 +237,26 @@ def test_encoder_decoder_finds_the_keys_and_values_of_a_known_sound() -> None:
     assert start("e", "six") == (False, ["six"])
 
 
+def test_encoder_decoder_keeps_its_sound_while_the_only_token_of_its_prompt_is_late() -> None:
+    """The worker stores the sound in every step that begins at 0, so it has to be there."""
+    driver = make_driver(is_encoder_decoder=True, is_ahead=False)
+    driver.add(make_request("r", "six", (1,), is_encoder_decoder=True))
+    late = ModelRunnerOutput(
+        sampled_token_ids={}, logprobs={}, failed_encodes={}, late_request_ids=frozenset({"r"})
+    )
+    scheduler = driver.scheduler
+    for encoded in (["six"], []):
+        output = scheduler.schedule()
+        assert get_windows(output) == {"r": (0, 1)}
+        assert get_encoded(output).get("r", []) == encoded
+        scheduler.update_from_output(output, late)
+        assert driver.encoder_cache.has_reference(scheduler.requests["r"], 0)
+    result = ModelRunnerOutput(sampled_token_ids={"r": 1}, logprobs={}, failed_encodes={})
+    scheduler.update_from_output(scheduler.schedule(), result)
+    assert driver.encoder_cache.statistics().num_references == 0
+    assert scheduler.requests["r"].has_media
+
+
 def test_encoder_decoder_starts_at_zero_although_its_prompt_is_cached() -> None:
     driver = make_driver(is_encoder_decoder=True)
     for name in "ab":

@@ -46,7 +46,9 @@ def resolve(
     options: EngineOptions, *windows: int | None, context: int | None = 4096, **changes: Any
 ) -> EngineConfig:
     text_config = (
-        SimpleNamespace() if context is None else SimpleNamespace(max_position_embeddings=context)
+        SimpleNamespace(architectures=None)
+        if context is None
+        else SimpleNamespace(architectures=None, max_position_embeddings=context)
     )
     device = torch.device(changes.get("device", "cpu"))
     return resolve_config(
@@ -150,6 +152,17 @@ def test_a_model_that_names_no_context_needs_one() -> None:
         resolve(OPTIONS, context=None)
     options = replace(OPTIONS, max_model_len=64)
     assert resolve(options, context=None).limits.max_model_len == 64
+
+
+def test_a_recogniser_has_a_short_context_and_room_for_many_frames() -> None:
+    config: Any = SimpleNamespace(architectures=["ParakeetForCTC"], max_position_embeddings=5000)
+    cpu = torch.device("cpu")
+    limits = resolve_limits(EngineOptions(), text_config=config, device=cpu)
+    assert (limits.max_model_len, limits.encoder_cache_size) == (2, 2**20)
+    smaller = resolve_limits(EngineOptions(encoder_cache_size=99), text_config=config, device=cpu)
+    assert smaller.encoder_cache_size == 99
+    with pytest.raises(ModelError, match="more than the model's context of 2 tokens"):
+        resolve_limits(EngineOptions(max_model_len=64), text_config=config, device=cpu)
 
 
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused() -> None:

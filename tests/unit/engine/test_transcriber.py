@@ -190,3 +190,30 @@ def test_a_sound_is_restored_once_for_all_pieces_that_are_missing() -> None:
     texts, model = run(Engine(wait))
     assert texts == [str(number) for number in range(NUM_PIECES)]
     assert model.sound.num_restored == 1
+
+
+def test_a_transcript_that_is_cancelled_twice_releases_its_sound() -> None:
+    model = Model()
+
+    async def wait(_prompt: list[int]) -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            await asyncio.sleep(0.4)  # the engine takes its time to abort a request
+
+    async def transcribe() -> None:
+        transcriber = AsyncTranscriber(Engine(wait), model)  # type: ignore[arg-type]
+        async with aclosing(transcriber.transcribe(b"", SpeechOptions(), request_id="one")) as all_:
+            async for _ in all_:
+                pass
+
+    async def cancel_twice() -> None:
+        task = asyncio.create_task(transcribe())
+        for delay_s in (0.2, 0.6):  # the second time while the other pieces are aborted
+            await asyncio.sleep(delay_s)
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel_twice())
+    assert model.sound.num_released == 1

@@ -100,3 +100,16 @@ def test_memory_is_planned_for_encoders_and_tables_alone(
     assert plan.encoder_cache_bytes == 16_000
     assert plan.encoder_peak_bytes > 500 * 32 * 4
     assert plan.graph_bytes == plan.encoder_graph_bytes == 0
+
+
+def test_a_transducer_that_never_goes_on_ends_for_each_sound_alone(tiny_model: TinyModel) -> None:
+    adapter = load(tiny_model("parakeet_tdt"))
+    head, config = adapter.model.joint.head, adapter.config
+    with torch.no_grad():
+        head.bias[config.blank_token_id] = -1e3
+        head.bias[config.vocab_size] = 1e3  # a duration of 0 frames
+    encoded = torch.randn(2, 5, config.decoder_hidden_size)
+    with torch.inference_mode():
+        tables = adapter._transduce(encoded, [2, 5])
+    assert [len(table) for table in tables] == [2 * 10, 5 * 10]
+    assert not tables[1][:, 2:].any()

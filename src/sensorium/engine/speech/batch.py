@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
 from tqdm import tqdm
 
@@ -24,6 +24,7 @@ from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, SpeechUsage, Task, Transcript, TranscriptDelta
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
 from sensorium.types.errors import MissingMediaError, RequestError
+from sensorium.types.options import join_words
 from sensorium.types.outputs import RequestOutput
 from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
@@ -294,6 +295,7 @@ def make_options(given: Mapping[str, Any], model: SpeechModel[Any]) -> SpeechOpt
         known = ", ".join(TranscribeKwargs.__annotations__)
         raise RequestError(f"unknown option(s) {', '.join(unknown)} (known: {known})")
     options = SpeechOptions(**given)
+    _check_values(options)
     if options.needs_words and not model.has_words:
         raise RequestError("this model does not give the times of words", path=("needs_words",))
     if options.needs_segments and not model.has_segments:
@@ -303,3 +305,14 @@ def make_options(given: Mapping[str, Any], model: SpeechModel[Any]) -> SpeechOpt
     if options.task == "translate" and not model.can_translate:
         raise RequestError("this model does not translate what is said", path=("task",))
     return options
+
+
+def _check_values(options: SpeechOptions) -> None:
+    """Raise a `RequestError` that names an option with a value that no model can take."""
+    for name, text in (("prompt", options.prompt), ("language", options.language or "")):
+        if not isinstance(text, str) or any("\ud800" <= each <= "\udfff" for each in text):
+            raise RequestError("must be a text of Unicode characters", path=(name,))
+    if options.task not in get_args(Task):
+        raise RequestError(f"must be {join_words(get_args(Task))}", path=("task",))
+    if not isinstance(options.temperature, int | float | None):
+        raise RequestError(f"must be a number, not {options.temperature!r}", path=("temperature",))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.recognisers import RecogniserProcessor
 from sensorium.multimodal.processing.sounds import SoundProcessor
+from sensorium.speech.languages import NAMES, find_code
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import transcribe_pieces
 from sensorium.speech.whisper import transcribe_whisper
@@ -153,6 +154,12 @@ class PieceModel(WithSoundProcessor):
     def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
         if options.prompt:
             raise RequestError("this model takes no prompt: leave it out", path=("prompt",))
+        if options.language is not None:
+            code = find_code(options.language)
+            if code not in NAMES:
+                reason = f"{options.language[:50]!r} is no known language"
+                raise RequestError(reason, path=("language",))
+            options = replace(options, language=code)
         return transcribe_pieces(
             sound.get_samples(),
             self.processor.sampling_rate,

@@ -72,8 +72,10 @@ class AsyncTranscriber:
                         continue
                     result = await windows.decode(step)
         finally:
-            await windows.close()
-            sound.release()
+            try:
+                await windows.close()
+            finally:  # also if it is cancelled once more
+                sound.release()
         yield step
 
     async def _open(self, media: bytes, scope: PromptScope) -> SoundSource:

@@ -301,6 +301,8 @@ def test_the_file_must_be_there_once_and_have_content(server: RunningServer) -> 
     url = f"{server.url}{TRANSCRIPTIONS}"
     none = httpx.post(url, files={"model": (None, "tiny")})
     check_refused(none, "file", "is missing")
+    text = httpx.post(url, files={"file": (None, "talk.mp3")})
+    check_refused(text, "file", "no file name")
     check_refused(httpx.post(url, files={"file": ("a.wav", b"")}), "file", "is empty")
     twice = [("file", SOUND), ("file", SOUND)]
     check_refused(httpx.post(url, files=twice), "file", "is given twice")

@@ -43,6 +43,9 @@ async def read_form(
     try:
         await _receive(request, form, intake)
         request.state.admit()
+        if form.num_file_bytes and (file_field, "") in form.fields:
+            reason = f"has no file name, so it is text (with curl: -F {file_field}=@NAME)"
+            raise RequestError(reason, path=(file_field,))
         parsed = parse(form.fields)
         if not form.num_file_bytes:
             raise RequestError("is empty", path=(file_field,))
