@@ -144,7 +144,11 @@ class RecogniserAdapter(ModelAdapter):
             alone = [self._run_encoder(self._pad([item]))[0].float() for item in items]
             together = self._run_encoder(self._pad(items)).float()
         except Exception:  # models raise all kinds of errors: encode equal lengths only
-            logger.debug("a trial with padding failed", exc_info=True)
+            logger.warning(
+                "only sounds of equal length are encoded together, which is slower: a trial with "
+                "padding failed",
+                exc_info=True,
+            )
             return False
         # In doubt nothing is padded, which costs only time.
         most = max(_MOST_DIFFERENCE, 2 * torch.finfo(self.dtype).eps)

@@ -45,7 +45,7 @@ Cuts = tuple[tuple[int, int], ...]  # the pieces [start, end) of a sound, in sam
 
 
 class PiecedSound:
-    """A sound whose pieces are known, and whose samples are there if they had to be decoded."""
+    """A sound with known pieces. It has its samples only if it had to be decoded."""
 
     def __init__(
         self,

@@ -131,22 +131,8 @@ class Sound:
         self._pipeline.release([self._item])
 
 
-def open_sound_pausing(
-    processor: SoundProcessor,
-    item: MediaItem,
-    *,
-    pipeline: MediaPipeline,
-    scope: PromptScope,
-    cancelled: Future[None] | None = None,
-) -> Pausing[Sound]:
-    """Compute the features of a whole sound, and return it. The caller has to release it."""
-    options = PerceptionOptions(cache_salt=scope.cache_salt)
-    (perceived,) = yield from pipeline.perceive_pausing([item], options, cancelled=cancelled)
-    return Sound(perceived, processor, scope, pipeline)
-
-
 class WithSoundProcessor:
-    """A model whose sounds are processed as a whole, before windows are cut out of them."""
+    """A base of models that process a sound as a whole, before windows are cut out of it."""
 
     __slots__ = ()
     processor: SoundProcessor
@@ -159,9 +145,10 @@ class WithSoundProcessor:
         scope: PromptScope,
         cancelled: Future[None] | None = None,
     ) -> Pausing[Sound]:
-        return open_sound_pausing(
-            self.processor, item, pipeline=pipeline, scope=scope, cancelled=cancelled
-        )
+        """Compute the features of a whole sound, and return it. The caller has to release it."""
+        options = PerceptionOptions(cache_salt=scope.cache_salt)
+        (perceived,) = yield from pipeline.perceive_pausing([item], options, cancelled=cancelled)
+        return Sound(perceived, self.processor, scope, pipeline)
 
 
 def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParams:

@@ -112,7 +112,7 @@ class _Windows:
         return await self._tasks.pop(request.first_frame)
 
     async def close(self) -> None:
-        """Abort the windows that were begun and whose results are not wanted any more."""
+        """Abort the windows that were begun and that nothing waits for any more."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
