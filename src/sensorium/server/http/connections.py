@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError, ClientGoneError
 
@@ -262,6 +263,57 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+
+
+class RealtimeProtocol(WebSocketsSansIOProtocol):
+    """A uvicorn WebSocket that lets its session end in peace when the server stops.
+
+    uvicorn would close it at once. Instead an event in the scope's state, `draining`, is set, and
+    the session closes it when it is done. `abort` in the state drops the connection and what the
+    client did not read.
+
+    A client that sends faster than it is read can't answer a ping in time: the answer waits behind
+    all that it has sent. So it counts as alive while it sends, or while reading is paused.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._draining = asyncio.Event()
+        self._is_heard = False  # something was received since the last ping
+
+    def handle_connect(self, event: Any) -> None:
+        super().handle_connect(event)
+        if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            state = self.scope["state"]
+            state["draining"], state["abort"] = self._draining, self.transport.abort
+
+    def data_received(self, data: bytes) -> None:
+        self._is_heard = True
+        super().data_received(data)
+
+    def send_keepalive_ping(self) -> None:
+        self._is_heard = False
+        super().send_keepalive_ping()
+
+    def keepalive_timeout(self) -> None:
+        if not self._is_heard and not self.read_paused:
+            super().keepalive_timeout()
+            return
+        self.pong_timer = self.pending_ping_payload = None
+        self.schedule_ping()
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # It was refused with a response. uvicorn 0.54 forgets that this ends the handshake, and
+            # would log an error.
+            self.handshake_complete = True
+
+    def shutdown(self) -> None:
+        if self.handshake_complete and not self.close_sent:
+            self._draining.set()
+        else:
+            super().shutdown()
 
 
 def make_http_protocol(
