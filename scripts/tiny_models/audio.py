@@ -136,7 +136,8 @@ def _make_voxtral_config(tokenizer: Any) -> Any:
     )
 
 
-_LOUDNESS = 30.0
+_LOUDNESS = 100.0
+_CONTRAST = 2.0  # of the matrices of the encoder
 
 
 def make_voxtral_realtime(directory: Path) -> None:
@@ -165,8 +166,10 @@ def make_voxtral_realtime(directory: Path) -> None:
             default_num_delay_tokens=6,
         )
         model = rescale(tf.VoxtralRealtimeForConditionalGeneration(config))
-        # The sound has to outweigh the token that it is added to.
+        # The sound has to outweigh the token that it is added to, and sounds have to differ.
         model.model.multi_modal_projector.linear_2.weight.data *= _LOUDNESS
+        for parameter in model.model.audio_tower.layers.parameters():
+            parameter.data *= _CONTRAST if parameter.ndim == 2 else 1.0
         save(directory, model, processor, pad_token_id=11)
 
 

@@ -22,7 +22,6 @@ from sensorium.core.request import Request
 from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.scheduling import BlockIds, KVCacheGroup, find_cross_group
 
-
 _MAX_RESERVED = 0.75  # of the blocks of a group, for requests that are never preempted
 _MIN_DROPPED = 32  # blocks that are removed from the tables of such a request at a time
 

@@ -129,7 +129,7 @@ class Request:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the request hears a sound while it goes on."""
+        """Whether the request takes a sound while it goes on."""
         return self.core_request.stream is not None
 
     @property

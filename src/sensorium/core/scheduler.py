@@ -355,10 +355,13 @@ class Scheduler:
             elif prompt_logprobs:
                 name = request.request_id
                 outputs.append(EngineCoreOutput(request_id=name, prompt_logprobs=prompt_logprobs))
-            if request.is_listening and request.status is RequestStatus.RUNNING:
-                self.running.remove(request)
-                self.listeners.add(request)
+            self._listen_if_idle(request)
         return outputs
+
+    def _listen_if_idle(self, request: Request) -> None:
+        if request.is_listening and request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.listeners.add(request)
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
         """End all requests of a step that failed in the worker, and return their last outputs.

@@ -252,15 +252,13 @@ class AsyncEngine:
     async def open_sound(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
     ) -> SoundRequest:
-        """Start a request that hears a sound while it goes on, when the core has accepted it.
+        """Start a request that takes a sound while it goes on, when the core has accepted it.
 
         `delay_ms` is how far the text is behind the sound. The caller has to close the request.
         """
         self._get_client()
         core_id = f"{self._identity}.{next(self._ids)}"
-        prepared, stream = self.renderer.begin_stream(
-            params, request_id=core_id, delay_ms=delay_ms
-        )
+        prepared, stream = self.renderer.begin_stream(params, request_id=core_id, delay_ms=delay_ms)
         delivery = self._driver.start(prepared, is_streamed=True)
         reader = self._readers[core_id] = _Reader()
         try:

@@ -1,4 +1,4 @@
-"""A request that hears a sound while it goes on, as the caller of an engine sees it."""
+"""A request that takes a sound while it goes on, as the caller of an engine sees it."""
 
 from __future__ import annotations
 

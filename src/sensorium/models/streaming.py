@@ -53,7 +53,7 @@ class StreamingAdapter(ModelAdapter):
         return embeds[None], self.make_conditions(delays)
 
     def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:
-        """Return what the decoder is told of the delay of each token, given in tokens [N]."""
+        """Return what the decoder gets for the delay of each token, given in tokens [N]."""
         if delays is None:
             return {}
         module = self._base.time_embedding

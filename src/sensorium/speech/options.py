@@ -40,6 +40,6 @@ def check_sound_alone(options: SpeechOptions) -> None:
         raise RequestError("this model takes no prompt: leave it out", path=("prompt",))
     if options.language is not None:
         raise RequestError(
-            "this model can't be told a language, it writes down what it hears: leave it out",
+            "this model can't be told a language, it writes down what it takes: leave it out",
             path=("language",),
         )

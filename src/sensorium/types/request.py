@@ -76,7 +76,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec:
-    """How a request hears a sound that goes on while it runs.
+    """How a request takes a sound that goes on while it runs.
 
     Each position of the request needs the embedding of a part of the sound. `num_heard` positions
     have theirs when the request begins; with `is_open`, more follow.

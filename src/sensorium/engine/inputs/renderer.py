@@ -155,10 +155,10 @@ class Renderer:
     def begin_stream(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
     ) -> tuple[Prepared, SoundStream]:
-        """Make a request that hears a sound while it goes on, and the stream of its features.
+        """Make a request that takes a sound while it goes on, and the stream of its features.
 
         `delay_ms` is how far the text is behind the sound, or `None` for the model's own choice.
-        Raise a `RequestError` if the model hears whole sounds only, or can't have this delay.
+        Raise a `RequestError` if the model takes whole sounds only, or can't have this delay.
         """
         sounds, defaults = self.inputs.processor.beside, self.inputs.defaults
         if not isinstance(sounds, StreamedSoundProcessor):

@@ -40,12 +40,12 @@ from sensorium.speech.live.turns import (
 from sensorium.speech.live.voices import SileroDetector, VoiceDetector
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, TokenScore, Transcript
-from sensorium.types.errors import InvariantError
+from sensorium.types.errors import InvariantError, RequestError
 from sensorium.utils.silences import Samples
 
 MAX_WAITING_S = 60.0
 _MAX_EVENTS = 64  # that were not read; then the session waits for its reader
-_STEP = RATE // 4  # samples that are looked at at once, so that the event loop is not held up
+STEP = RATE // 4  # samples that are looked at at once, so that the event loop is not held up
 _MS_PER_S = 1000
 
 
@@ -78,8 +78,32 @@ class _Turn:
         return len(self.samples) / RATE
 
 
+class EventQueue:
+    """The events of a live session that were not sent to its client yet."""
+
+    def __init__(self) -> None:
+        self._events: asyncio.Queue[LiveEvent] = asyncio.Queue(_MAX_EVENTS)
+
+    async def put(self, event: LiveEvent) -> None:
+        """Add an event. Wait while too many were not read."""
+        await self._events.put(event)
+
+    async def get_events(self) -> AsyncIterator[LiveEvent]:
+        while True:
+            event = await self._events.get()
+            try:
+                yield event
+            finally:
+                self._events.task_done()
+
+    async def settle(self) -> None:
+        await self._events.join()
+
+
 class TurnSource:
     """A `LiveSource` over a transcriber of whole sounds."""
+
+    is_streaming = False
 
     def __init__(
         self,
@@ -90,11 +114,19 @@ class TurnSource:
         self._transcriber = transcriber
         self._make_detector = make_detector
 
+    def check(self, options: LiveOptions) -> None:
+        """Raise a `RequestError` if the model can't do what the options ask for."""
+        if options.delay_ms is not None:
+            raise RequestError(
+                "is not supported by this model, which transcribes turn by turn: leave it out",
+                path=("delay",),
+            )
+
     def open(self, options: LiveOptions) -> TurnSession:
         return TurnSession(self._transcriber, options, make_detector=self._make_detector)
 
 
-class TurnSession:
+class TurnSession(EventQueue):
     """A `LiveSession` that transcribes turn by turn. It needs a running event loop."""
 
     def __init__(
@@ -104,6 +136,7 @@ class TurnSession:
         *,
         make_detector: Callable[[], VoiceDetector],
     ) -> None:
+        super().__init__()
         self._transcriber = transcriber
         self._options = options
         self._buffer = TurnBuffer(options.turn_detection, make_detector=make_detector)
@@ -115,7 +148,6 @@ class TurnSession:
         self._waiting_s = 0.0  # of the turns in the queue, and of the one that is worked on
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._events: asyncio.Queue[LiveEvent] = asyncio.Queue(_MAX_EVENTS)
         self._worker = asyncio.create_task(self._work())
 
     @property
@@ -129,9 +161,9 @@ class TurnSession:
         self._options = options
 
     async def append(self, samples: Samples) -> None:
-        for start in range(0, len(samples), _STEP):
+        for start in range(0, len(samples), STEP):
             await self._has_room.wait()
-            for event in self._buffer.add(samples[start : start + _STEP]):
+            for event in self._buffer.add(samples[start : start + STEP]):
                 await self._take(event)
             if start:
                 await asyncio.sleep(0)  # a long chunk lets others run in between
@@ -143,7 +175,7 @@ class TurnSession:
     async def clear(self) -> None:
         self._buffer.clear()
         self._item_id = None
-        await self._events.put(Cleared())
+        await self.put(Cleared())
 
     async def flush(self) -> None:
         if self._buffer.is_detecting and self._item_id is not None:
@@ -155,17 +187,6 @@ class TurnSession:
         self._turns.put_nowait(_Flush((end - self._flushed) / RATE))
         self._counted = self._flushed = end
 
-    async def get_events(self) -> AsyncIterator[LiveEvent]:
-        while True:
-            event = await self._events.get()
-            try:
-                yield event
-            finally:
-                self._events.task_done()
-
-    async def settle(self) -> None:
-        await self._events.join()
-
     async def close(self) -> None:
         self._worker.cancel()
         await asyncio.gather(self._worker, return_exceptions=True)
@@ -173,19 +194,19 @@ class TurnSession:
     async def _take(self, event: TurnEvent) -> None:
         """Send the events for a turn that begins or ends by detection."""
         if isinstance(event, TurnStarted):
-            self._item_id = _make_id()
-            await self._events.put(SpeechStarted(self._item_id, _to_ms(event.start)))
+            self._item_id = make_item_id()
+            await self.put(SpeechStarted(self._item_id, to_ms(event.start)))
             return
         if self._item_id is None:
             raise InvariantError("a turn has ended that has not begun")
-        await self._events.put(SpeechStopped(self._item_id, _to_ms(event.end)))
+        await self.put(SpeechStopped(self._item_id, to_ms(event.end)))
         await self._commit(event)
 
     async def _commit(self, turn: TurnEnded) -> None:
         """Give a turn to the transcriber."""
-        item_id = self._item_id or _make_id()
+        item_id = self._item_id or make_item_id()
         self._item_id = None
-        await self._events.put(Committed(item_id, self._previous_id))
+        await self.put(Committed(item_id, self._previous_id))
         self._previous_id = item_id
         audio_s = (turn.end - self._counted) / RATE
         self._counted = turn.end
@@ -205,12 +226,12 @@ class TurnSession:
         while True:
             entry = await self._turns.get()
             if isinstance(entry, _Flush):
-                await self._events.put(Flushed(entry.audio_s))
+                await self.put(Flushed(entry.audio_s))
                 continue
             try:
                 await self._transcribe(entry)
             except Exception as error:  # one turn that fails must not end the session
-                await self._events.put(Failed(entry.item_id, error))
+                await self.put(Failed(entry.item_id, error))
             self._add_waiting(-entry.length_s)
 
     async def _transcribe(self, turn: _Turn) -> None:
@@ -229,7 +250,7 @@ class TurnSession:
                     await self._send_text(turn, texts.add(part.text), part.scores)
                     continue
                 await self._send_text(turn, texts.finish(get_text(part)))
-                await self._events.put(
+                await self.put(
                     Completed(
                         item_id=turn.item_id,
                         transcript=part,
@@ -242,12 +263,12 @@ class TurnSession:
 
     async def _send_text(self, turn: _Turn, text: str, scores: tuple[TokenScore, ...] = ()) -> None:
         if text:
-            await self._events.put(TextDelta(turn.item_id, text, scores))
+            await self.put(TextDelta(turn.item_id, text, scores))
 
 
-def _make_id() -> str:
+def make_item_id() -> str:
     return f"item_{uuid.uuid4().hex[:24]}"
 
 
-def _to_ms(num_samples: int) -> int:
+def to_ms(num_samples: int) -> int:
     return num_samples * _MS_PER_S // RATE

@@ -44,7 +44,7 @@ class StreamedModel(WithSoundProcessor):
         def read(result: WindowResult) -> PieceText:
             token_ids = result.token_ids
             kept = [i for i, token_id in enumerate(token_ids) if token_id not in self.silent_ids]
-            text = self.tokenizer.decode([token_ids[i] for i in kept]).strip()
+            text = self.tokenizer.decode(token_ids).strip()
             return PieceText(text=text, kept=kept, num_audio_tokens=num_positions)
 
         return transcribe_cuts(

@@ -131,7 +131,7 @@ class RecogniserProcessor(SoundProcessor):
             num_rows += size
             num_frames += self.count_positions(part)
         if not parts:
-            raise RequestError("this sound is too short: the model hears nothing of it")
+            raise RequestError("this sound is too short: the model takes nothing of it")
         tensors = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
         tensors |= {PIECES: torch.tensor(table), NUM_SAMPLES: torch.tensor([len(sound)])}
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_frames)

@@ -39,8 +39,16 @@ def find_sound_class(config: PretrainedConfig) -> type[SoundProcessor] | None:
     return SoundProcessor if config.is_encoder_decoder else None
 
 
+def can_chat(sounds: SoundProcessor | None) -> bool:
+    """Return whether a model takes conversations, given its processor of sounds beside a prompt.
+
+    A model that takes sounds while they go on answers a message of one sound with its text.
+    """
+    return sounds is None or isinstance(sounds, StreamedSoundProcessor)
+
+
 class StreamedSoundProcessor(SoundProcessor):
-    """The processor of a model that hears sounds while they go on.
+    """The processor of a model that takes sounds while they go on.
 
     `parts` is the processor of Transformers.
     """
@@ -78,10 +86,10 @@ class StreamedSoundProcessor(SoundProcessor):
         """
         count, rest = divmod(delay_ms, self.token_ms)
         if rest or not 1 <= count <= _MAX_DELAY_TOKENS:
-            most = _MAX_DELAY_TOKENS * self.token_ms
+            least, most = self.token_ms, _MAX_DELAY_TOKENS * self.token_ms
             raise RequestError(
-                f"the delay of this model is a multiple of {self.token_ms} ms, from {self.token_ms} "
-                f"to {most} ms, not {delay_ms} ms"
+                f"the delay of this model is a multiple of {least} ms, from {least} to {most} ms, "
+                f"not {delay_ms} ms"
             )
         return count
 
@@ -100,7 +108,7 @@ class StreamedSoundProcessor(SoundProcessor):
         tensors = self._make_item(features, len(sound))
         num_positions = self.count_positions(tensors)
         if num_positions <= len(self.start_token_ids):
-            raise RequestError("this sound is too short: the model hears nothing of it")
+            raise RequestError("this sound is too short: the model takes nothing of it")
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
 
     def count_positions(self, item: MultiModalKwargsItem) -> int:
@@ -124,7 +132,7 @@ class StreamedSoundProcessor(SoundProcessor):
 def describe_stream(
     sounds: SoundProcessor | None, features: Sequence[MultiModalFeatureSpec]
 ) -> StreamSpec | None:
-    """Return how a request hears the whole sound that comes with it.
+    """Return how a request takes the whole sound that comes with it.
 
     Return `None` if its model doesn't hear sounds while they go on.
     """

@@ -54,7 +54,7 @@ class SoundProcessor:
         tensors = self._make_item(features, len(sound))
         num_positions = self.count_positions(tensors)
         if num_positions < 1:
-            raise RequestError("this sound is too short: the model hears nothing of it")
+            raise RequestError("this sound is too short: the model takes nothing of it")
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
 
     def _make_item(self, features: torch.Tensor, num_samples: int) -> MultiModalKwargsItem:

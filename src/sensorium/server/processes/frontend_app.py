@@ -31,12 +31,15 @@ from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.engine.speech.live import TurnSource
+from sensorium.engine.speech.live_streams import StreamSource
 from sensorium.engine.speech.models import SpeechModel, read_speech_model
+from sensorium.engine.speech.streamed import StreamedModel
 from sensorium.engine.speech.transcriber import AsyncTranscriber
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.generation_config import load_generation_defaults
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.processing.sound_streams import can_chat
 from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
@@ -60,6 +63,7 @@ from sensorium.server.processes.control import (
     ToFrontend,
 )
 from sensorium.server.processes.shared_resources import SharedNumbers
+from sensorium.speech.live.session import LiveSource
 from sensorium.types.checking import check
 from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
@@ -151,8 +155,17 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
         answers=answers,
         info=info,
         speech=None if is_alone else read_speech_model(frontend, chat_template=template),
-        has_chat=frontend.processor.beside is None,
+        has_chat=can_chat(frontend.processor.beside),
     )
+
+
+def _make_live_source(
+    engine: AsyncEngine, speech: SpeechModel[Any] | None, transcriber: AsyncTranscriber | None
+) -> LiveSource | None:
+    """Return what opens live sessions, or `None` if the model does not transcribe."""
+    if isinstance(speech, StreamedModel):
+        return StreamSource(engine, speech)
+    return None if transcriber is None else TurnSource(transcriber)
 
 
 def _make_answer_format(
@@ -236,7 +249,7 @@ async def _serve(
         count=RequestCount(counts[: options.api_server_count], start.index),
         sessions=RequestCount(counts[MAX_FRONTENDS : 2 * MAX_FRONTENDS], start.index),
         transcriber=transcriber,
-        live=None if transcriber is None else TurnSource(transcriber),
+        live=_make_live_source(engine, app.speech, transcriber),
         has_chat=app.has_chat,
     )
     config = make_config(options, SyncBeforeEnd(application, sync))

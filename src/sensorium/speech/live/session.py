@@ -35,6 +35,9 @@ class LiveOptions:
     # How turns are found; `None`: the client commits.
     turn_detection: TurnDetection | None = field(default_factory=TurnDetection)
     needs_logprobs: bool = False
+    # How far the text is behind the sound, for models that hear it while it goes on. `None`: as far
+    # as the model recommends.
+    delay_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,8 @@ class LiveSession(Protocol):
     async def flush(self) -> None:
         """Take all sound for complete, and send `Flushed` when it is transcribed.
 
-        Without turn detection, what was not committed is part of it only if `commit` was called.
+        Without turn detection, what was not committed is part of it only if the model has begun to
+        write it down, or `commit` was called.
         """
         ...
 
@@ -158,6 +162,15 @@ class LiveSession(Protocol):
 
 class LiveSource(Protocol):
     """A part of the engine that opens live sessions."""
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether text comes while an item is still spoken, also without turn detection."""
+        ...
+
+    def check(self, options: LiveOptions) -> None:
+        """Raise a `RequestError` if the model can't do what the options ask for."""
+        ...
 
     def open(self, options: LiveOptions) -> LiveSession:
         """Return a new session. The caller has to close it."""

@@ -129,6 +129,22 @@ class TurnBuffer:
             self._drop_before(self._looked - self._count("prefix_padding_ms"))
         return events
 
+    def take(self, *, is_last: bool = False) -> Samples:
+        """Return the sound of the turn that has begun, and forget it.
+
+        What the turn has when it ends is the rest. It may be of any length then. Without `is_last`,
+        the sound that the detector has not looked at yet is held back. With it, the turn ends.
+        """
+        if self._start is None:
+            return np.zeros(0, np.float32)
+        end = self.end if is_last else self._looked
+        samples = self._get(self._start, end)
+        self._drop_before(end)
+        self._start, self._likely = end, []
+        if is_last:
+            self.clear()
+        return samples
+
     def commit(self) -> TurnEnded:
         """End the turn now, and return it. Raise an `AudioBufferError` if there is none."""
         start = self._first if self._detector is None else self._start

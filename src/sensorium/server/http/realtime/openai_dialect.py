@@ -34,6 +34,7 @@ from sensorium.speech.live.session import (
     Completed,
     Flushed,
     LiveOptions,
+    LiveSource,
     SpeechStarted,
     SpeechStopped,
     TextDelta,
@@ -52,6 +53,8 @@ _RATES = (16_000, 24_000)
 _DEFAULT_FORMAT = AudioFormat("pcm16", 24_000)
 _G711: dict[str, Encoding] = {"audio/pcmu": "mulaw", "audio/pcma": "alaw"}
 _G711_RATE = 8_000
+# The words of OpenAI's API, in milliseconds.
+_DELAYS = {"minimal": 160, "low": 240, "medium": 480, "high": 960, "xhigh": 2400}
 _MAX_TEXT = 16_384  # characters of a prompt
 _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Time = Annotated[int, Meta(ge=0, le=30_000)]
@@ -66,7 +69,7 @@ class _Transcription(Struct):
     model: str | UnsetType | None = UNSET
     language: str | UnsetType | None = UNSET
     prompt: Annotated[str, Meta(max_length=_MAX_TEXT)] | UnsetType | None = UNSET
-    delay: Any = None
+    delay: str | int | UnsetType | None = UNSET
     keywords: Any = None
     languages: Any = None
 
@@ -103,7 +106,15 @@ class _Session(Struct):
 class OpenAIDialect:
     """OpenAI's dialect for one connection. `model` is the served model's name in messages."""
 
-    def __init__(self, *, model: str, model_names: Sequence[str], expires_at: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        source: LiveSource,
+        model: str,
+        model_names: Sequence[str],
+        expires_at: int | None,
+    ) -> None:
+        self._source = source
         self._model = model
         self._model_names = model_names
         self._expires_at = expires_at  # in seconds since 1970
@@ -208,13 +219,16 @@ class OpenAIDialect:
         if chosen is UNSET:
             return options
         with at("transcription"):
-            _refuse(chosen, "delay", "keywords", "languages")
+            _refuse(chosen, "keywords", "languages")
             if chosen.model is not UNSET:
                 self._check_model(chosen.model)
             if chosen.language is not UNSET:
                 options = replace(options, language=chosen.language or None)
             if chosen.prompt is not UNSET:
                 options = replace(options, prompt=chosen.prompt or "")
+            if chosen.delay is not UNSET:
+                options = replace(options, delay_ms=_read_delay(chosen.delay))
+            self._source.check(options)
         return options
 
     def _check_model(self, model: str | None) -> None:
@@ -243,6 +257,7 @@ class OpenAIDialect:
                         "model": self._model,
                         "language": options.language,
                         "prompt": options.prompt or None,
+                        "delay": _write_delay(options.delay_ms),
                     },
                     "turn_detection": shown,
                 }
@@ -256,6 +271,20 @@ def _refuse(given: Struct, *names: str) -> None:
     for name in names:
         if getattr(given, name) is not None:
             raise RequestError("is not supported by this server: leave it out", path=(name,))
+
+
+def _read_delay(given: str | int | None) -> int | None:
+    """Return a delay in milliseconds, for one of OpenAI's words or a number of them."""
+    if given is None or isinstance(given, int):
+        return given
+    if given not in _DELAYS:
+        words = join_words(tuple(_DELAYS))
+        raise RequestError(f"must be {words}, or a number of milliseconds", path=("delay",))
+    return _DELAYS[given]
+
+
+def _write_delay(delay_ms: int | None) -> str | int | None:
+    return next((word for word, each in _DELAYS.items() if each == delay_ms), delay_ms)
 
 
 def _read_include(given: Sequence[str]) -> bool:

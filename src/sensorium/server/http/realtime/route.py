@@ -22,7 +22,8 @@ _SUBPROTOCOL = "realtime"  # the one that OpenAI's clients in browsers offer, be
 
 async def serve_realtime(websocket: WebSocket, context: Context) -> None:
     """Serve one live session, or raise an `ApiError` before the WebSocket is accepted."""
-    source, dialect = _get_source(context), _choose_dialect(websocket, context)
+    source = _get_source(context)
+    dialect = _choose_dialect(websocket, context, source)
     options, state = context.options, websocket.scope["state"]
     offered = websocket.scope.get("subprotocols") or ()
     await websocket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
@@ -60,7 +61,7 @@ def _get_source(context: Context) -> LiveSource:
     return context.live
 
 
-def _choose_dialect(websocket: WebSocket, context: Context) -> Dialect:
+def _choose_dialect(websocket: WebSocket, context: Context, source: LiveSource) -> Dialect:
     """Return the dialect that the address asks for, because both greet before the client speaks."""
     query, names = websocket.query_params, context.options.model_names
     model, intent = query.get("model"), query.get("intent")
@@ -73,9 +74,11 @@ def _choose_dialect(websocket: WebSocket, context: Context) -> Dialect:
     default = "vllm" if model is None and intent is None else "openai"
     dialect = query.get("dialect", default)
     if dialect == "vllm":
-        return VllmDialect(model_names=names)
+        return VllmDialect(source=source, model_names=names)
     if dialect == "openai":
         max_s = context.options.realtime_max_session
         expires_at = int(time.time() + max_s) if max_s else None
-        return OpenAIDialect(model=model or names[0], model_names=names, expires_at=expires_at)
+        return OpenAIDialect(
+            source=source, model=model or names[0], model_names=names, expires_at=expires_at
+        )
     raise ApiError("The dialect must be openai or vllm.", param="dialect")

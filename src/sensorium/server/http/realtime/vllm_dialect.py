@@ -27,7 +27,7 @@ from sensorium.server.http.realtime.dialects import (
 )
 from sensorium.speech.languages import WITHOUT_SPACES
 from sensorium.speech.live.audio import AudioFormat
-from sensorium.speech.live.session import Completed, Flushed, LiveOptions, TextDelta
+from sensorium.speech.live.session import Completed, Flushed, LiveOptions, LiveSource, TextDelta
 from sensorium.speech.transcript import SpeechUsage
 from sensorium.types.errors import RequestError
 
@@ -36,9 +36,10 @@ class VllmDialect:
     """vLLM's dialect for one connection. Its options are always the defaults."""
 
     audio_format = AudioFormat("pcm16", 16_000)
-    options = LiveOptions()
 
-    def __init__(self, *, model_names: Sequence[str]) -> None:
+    def __init__(self, *, source: LiveSource, model_names: Sequence[str]) -> None:
+        # A model that takes a sound while it goes on needs no turns: one text is for all of it.
+        self.options = LiveOptions(turn_detection=None) if source.is_streaming else LiveOptions()
         self._model_names = model_names
         self._text = ""  # of all items since the begin, or since the last final commit
         self._item_id: str | None = None  # of the item that the text ends with
