@@ -66,6 +66,7 @@ class ModelAdapter:
     bidirectional_modalities: frozenset[str] = frozenset()
     # True: they do so only in layers with a window; in the others attention is causal.
     has_causal_full_layers = False
+    is_streaming = False  # whether every token has a part of a sound, which may still go on
     # The most media positions that a request attends to by cross-attention. 0: there is none.
     max_cross_positions = 0
     # Layer with cross-attention -> its heads that align the text with a sound.

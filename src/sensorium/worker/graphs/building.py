@@ -124,6 +124,8 @@ def build_graphs(
     """
     if options.enforce_eager:
         return Graphs(words="none: they are turned off (enforce_eager)")
+    if adapter.is_streaming:
+        return Graphs(words="none: every token has a part of a sound")
     started, before = monotonic(), _get_used_bytes(adapter.device)
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)
