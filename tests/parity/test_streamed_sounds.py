@@ -1,4 +1,4 @@
-"""Models that take a sound while it goes on write down what `generate` does with the whole sound."""
+"""Models that take a sound while it goes on write down what `generate` does with all of it."""
 
 from __future__ import annotations
 

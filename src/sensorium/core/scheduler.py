@@ -77,7 +77,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_runs = 0
         self._stopped: list[str] = []
-        self._carryover = Carryover(limits)
+        self._carryover = Carryover()
         # The rank of the waiting request that found no room, and the releases until then.
         self._blocked: tuple[Rank, int] | None = None
 
@@ -129,11 +129,9 @@ class Scheduler:
             return request.make_output(FinishReason.STOP, self._clock())
         if request.num_heard > request.num_computed_tokens:
             self.listeners.remove(request_id)
-            insort(self._get_queue(request), request, key=_rank_of)
+            is_running = request.status is RequestStatus.RUNNING
+            insort(self.running if is_running else self.waiting, request, key=_rank_of)
         return None
-
-    def _get_queue(self, request: Request) -> list[Request]:
-        return self.running if request.status is RequestStatus.RUNNING else self.waiting
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
         """End a request early and return its last output, or `None` if it has ended already."""
@@ -162,13 +160,13 @@ class Scheduler:
             if step.is_encoder_resting and not step.is_short_of_blocks:
                 self._carryover.end_rest()
             step = self._fill_step()
-        self._carryover.add_encoded(step)
+        self._carryover.add_encoded(step, self.limits.max_num_encoder_embeds)
         return self._make_output(step)
 
     def _fill_step(self) -> Step:
         self._make_room_for_others()
         self._make_room_for_sound()
-        step = self._carryover.begin(self._can_go_on)
+        step = self._carryover.begin(self.limits, self._can_go_on)
         resting = self._shares.get_resting(self.running)
         for request in [r for r in self.running if r.request_id not in resting]:
             if request.status is RequestStatus.RUNNING:
@@ -205,9 +203,8 @@ class Scheduler:
     def _can_go_on(self, request_id: str) -> bool:
         """Return whether a request runs, or could start now."""
         request = self.requests.get(request_id)
-        if request is None:
-            return False
-        return request.status is RequestStatus.RUNNING or self._num_free_seats > 0
+        has_seat = self._num_free_seats > 0
+        return request is not None and (request.status is RequestStatus.RUNNING or has_seat)
 
     @property
     def _num_free_seats(self) -> int:
@@ -488,7 +485,8 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if not self.listeners.forget(request.request_id):
-            self._get_queue(request).remove(request)
+            is_running = request.status is RequestStatus.RUNNING
+            (self.running if is_running else self.waiting).remove(request)
         self._release(request)
         request.status = RequestStatus.FINISHED
         self.counters.finished[reason] += 1

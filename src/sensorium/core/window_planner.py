@@ -145,20 +145,19 @@ class Carryover:
     The encoders rest after a step that encoded more than its budget.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         # The request with a media span that did not fit into the last step, and its tokens.
         self._deferred: tuple[str, int] | None = None
         # Embeddings that were encoded beyond the budgets of the steps so far.
         self._encoder_debt = 0
 
-    def begin(self, can_go_on: Callable[[str], bool]) -> Step:
+    def begin(self, limits: Limits, can_go_on: Callable[[str], bool]) -> Step:
         """Return a new step, in which tokens are reserved for the span that did not fit.
 
         `can_go_on` tells whether a request runs or can start.
         """
         step = Step(
-            max_num_tokens=self._limits.max_num_batched_tokens,
+            max_num_tokens=limits.max_num_batched_tokens,
             is_encoder_resting=self._encoder_debt > 0,
         )
         request_id, num_tokens = self._deferred or ("", 0)
@@ -172,10 +171,9 @@ class Carryover:
         kept = self._deferred if step.is_encoder_resting else None
         self._deferred = kept or step.deferred
 
-    def add_encoded(self, step: Step) -> None:
-        """Count what a step encodes against its budget."""
-        debt = self._encoder_debt + step.num_encoder_embeds - self._limits.max_num_encoder_embeds
-        self._encoder_debt = max(0, debt)
+    def add_encoded(self, step: Step, budget: int) -> None:
+        """Count the embeddings that a step encodes against its budget."""
+        self._encoder_debt = max(0, self._encoder_debt + step.num_encoder_embeds - budget)
 
     def end_rest(self) -> None:
         """Let the encoders work again, because there is nothing else to do."""

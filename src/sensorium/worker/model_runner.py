@@ -164,8 +164,7 @@ class ModelRunner:
         token_ids = np.array(request.prompt_token_ids)
         # With cross-attention, and in a stream, no token of the prompt stands for media.
         is_beside = self._cross_group is not None or request.stream is not None
-        features = () if is_beside else request.mm_features
-        for feature in features:
+        for feature in () if is_beside else request.mm_features:
             for start, end in feature.mm_position.extract_embeds_range():
                 token_ids[start:end] = 0
         most = int(token_ids.max(initial=0))
