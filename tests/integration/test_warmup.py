@@ -85,7 +85,7 @@ def test_after_a_warm_up_the_first_requests_initialise_nothing(
 @pytest.mark.slow  # in short: the test above, whose counts this one proves to count
 def test_without_one_they_do(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     cold = count_first_requests(tiny_model("qwen2_5_omni"), tmp_path, "cold")
-    assert cold["compilations"] > 0
+    # The template is compiled already: whether the model transcribes is tried when it is loaded.
     assert cold["questions"] > 0
     assert {"av", "PIL.WebPImagePlugin"} <= set(cold["modules"])
 
