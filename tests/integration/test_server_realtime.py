@@ -1,6 +1,6 @@
 """Live sessions of a real server: the embedded model gets its samples, and processes are killed.
 
-What needs no engine is in `tests/unit/server/http/test_realtime.py`.
+What needs no engine is in `tests/unit/server/http/realtime`.
 """
 
 from __future__ import annotations

@@ -333,6 +333,7 @@ def serve(
     live: Any = None,
     has_chat: bool = True,
     ping_s: float = 20.0,
+    shutdown_s: int = 60,  # after which sessions are cancelled
     **options: Any,
 ) -> Iterator[RunningServer]:
     engine = engine or ScriptedEngine()
@@ -357,7 +358,7 @@ def serve(
         ws_ping_interval=ping_s,
         ws_ping_timeout=ping_s,
         log_config=None,
-        timeout_graceful_shutdown=1 if live is None else 60,
+        timeout_graceful_shutdown=1 if live is None else shutdown_s,
         timeout_keep_alive=600,
     )
     server = _Server(config)

@@ -1,11 +1,12 @@
-"""Carries one live session over one WebSocket: three tasks, and how they end.
+"""Carries one live session over one WebSocket: four tasks, and how they end.
 
 The reader takes the client's messages one by one, and does not take the next before the session has
 taken this one; so a client that sends too fast is slowed by its own connection. The sender writes
 the session's events. The guard waits for the end of the session's time, of the client's patience,
-or of the server. The first of them that ends, ends the connection:
+or of the server. The last task waits for the end of the connection, which a reader that is busy
+would not see. The first of them that ends, ends the session:
 
-  1. The client has left, or does not read: the session is closed, and its work is aborted.
+  1. The client has left, or does not read: the caller closes the session, which aborts its work.
   2. Time is up, or the server stops: no more audio is taken. What was said is still transcribed and
      sent. Then the client gets an error that says why, and the close code of the `Ending`.
 """
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -104,6 +105,7 @@ class RealtimeConnection:
     clock: SessionClock
     failures: FailureLog
     draining: asyncio.Event  # set when the server stops
+    lost: asyncio.Event  # set when the connection has ended
     send_timeout_s: float | None  # for which a client may read nothing
     now: Callable[[], float] = time.monotonic
     _decoder: AudioDecoder = field(init=False)
@@ -114,19 +116,22 @@ class RealtimeConnection:
         self._decoder = AudioDecoder(self.dialect.audio_format)
 
     async def run(self) -> Ending:
-        """Serve the session to its end, and return why it ended. No close frame is sent."""
-        reader, sender, guard = (
-            asyncio.ensure_future(work) for work in (self._read(), self._write(), self._guard())
+        """Serve the session to its end, and return why it ended.
+
+        No close frame is sent, and the session is not closed.
+        """
+        reader, sender, guard, loss = tasks = tuple(
+            asyncio.ensure_future(work)
+            for work in (self._read(), self._write(), self._guard(), self._wait_for_loss())
         )
-        tasks = (reader, sender, guard)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in (reader, sender):
+            for task in (reader, sender, loss):
                 if task.done():
                     return task.result()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
-            await self._finish(guard.result(), sender)
+            await self._finish(guard.result(), sender, loss)
             return guard.result()
         except WebSocketDisconnect:
             return CLIENT_LEFT
@@ -139,21 +144,33 @@ class RealtimeConnection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self.session.close()
 
-    async def _finish(self, ending: Ending, sender: asyncio.Future[Ending]) -> None:
-        """Let what was said be transcribed, and tell the client why the session ends."""
+    async def _finish(self, ending: Ending, *others: asyncio.Future[Ending]) -> None:
+        """Let what was said be transcribed, and tell the client why the session ends.
+
+        If one of the other tasks ends before, raise its error.
+        """
         self._is_flushed.clear()
-        await self.session.flush()
-        flushed = asyncio.ensure_future(self._is_flushed.wait())
+        flushing = asyncio.ensure_future(self._flush())
         try:
-            await asyncio.wait((flushed, sender), return_when=asyncio.FIRST_COMPLETED)
+            tasks: tuple[asyncio.Future[Any], ...] = (*others, flushing)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
         finally:
-            flushed.cancel()
-        if sender.done():
-            sender.result()
+            flushing.cancel()
+            await asyncio.gather(flushing, return_exceptions=True)
         error = ApiError(ending.words, status=503, code=f"session_{ending.name}", reason=None)
         await self._send(self.dialect.write_error(error, None))
+
+    async def _flush(self) -> None:
+        await self.session.flush()
+        await self._is_flushed.wait()
+
+    async def _wait_for_loss(self) -> Ending:
+        await self.lost.wait()
+        raise WebSocketDisconnect
 
     # ---- the client's messages
 
