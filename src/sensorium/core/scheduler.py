@@ -16,7 +16,7 @@ Invariants:
   9. A step may be planned while the one before it is under way; a request may be in both. The
      worker computes one after the other, so the next step may get blocks that are still in use.
  10. The results of a request that has ended, or was started anew, are dropped.
- 11. A request with an open sound is never preempted: a seat and blocks are set aside for it.
+ 11. A live request is never preempted: its sound is gone, so a seat and blocks are set aside.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class Scheduler:
         spans = get_unsplittable_spans(core_request.mm_features, self.limits)
         check_growth(core_request, self.limits, spans, self.kv_cache)
         priority = core_request.priority if self._policy == "priority" else 0
-        if core_request.stream is not None and core_request.stream.is_open:
-            priority = _FIRST  # it can't wait, and is never preempted
+        priority = _FIRST if core_request.is_live else priority  # it can't wait for others
         request = Request(
             core_request,
             rank=(priority, self._num_arrivals),
@@ -191,11 +190,11 @@ class Scheduler:
             self._preempt(request)
 
     def _make_room_for_sound(self) -> None:
-        """Preempt requests for one with an open sound, which has a seat and blocks set aside."""
+        """Preempt requests for a live one, which has a seat and blocks set aside."""
         first = self.waiting[0] if self.waiting else None
-        if first is None or not first.is_open:
+        if first is None or not first.core_request.is_live:
             return
-        while self.running and not self.running[-1].is_open:
+        while self.running and not self.running[-1].core_request.is_live:
             if self._num_free_seats > 0 and self.kv_cache.has_room(first, first.num_ready_tokens):
                 return
             self._preempt(self.running[-1])

@@ -107,6 +107,11 @@ class EngineCoreRequest:
     stream: StreamSpec | None = None  # for models that hear a sound while it goes on
 
     @property
+    def is_live(self) -> bool:
+        """Whether its sound comes while it runs, so that it can't be computed a second time."""
+        return self.stream is not None and self.stream.is_open
+
+    @property
     def encoder_key_suffix(self) -> str:
         """The text that is appended to a media item's `mm_hash` to get its encoder cache key.
 

@@ -24,6 +24,7 @@ from sensorium.worker.graphs.segments import SegmentGraphs
 from sensorium.worker.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
+_SOUNDS = "every token has a part of a sound, which graphs do not take"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +123,9 @@ def build_graphs(
     A kind of graph that can't be captured is None in the result. The reason is in `Graphs.words`,
     and on a GPU it is also logged as a warning. With `options.enforce_eager` nothing is captured.
     """
-    if options.enforce_eager:
-        return Graphs(words="none: they are turned off (enforce_eager)")
-    if adapter.is_streaming:
-        return Graphs(words="none: every token has a part of a sound")
+    if options.enforce_eager or adapter.is_streaming:
+        reason = "they are turned off (enforce_eager)" if options.enforce_eager else _SOUNDS
+        return Graphs(words=f"none: {reason}")
     started, before = monotonic(), _get_used_bytes(adapter.device)
     with long_work():
         parts = find_graph_parts(adapter, layers, block_size=block_size)

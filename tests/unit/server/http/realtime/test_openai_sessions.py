@@ -112,7 +112,12 @@ def test_a_session_is_described_and_changed(server: RunningServer) -> None:
         assert session["audio"]["input"] == {
             "format": {"type": "audio/pcm", "rate": 24_000},
             "noise_reduction": None,
-            "transcription": {"model": "org/tiny", "language": None, "prompt": None},
+            "transcription": {
+                "model": "org/tiny",
+                "language": None,
+                "prompt": None,
+                "delay": None,
+            },
             "turn_detection": {
                 "type": "server_vad",
                 "threshold": 0.5,
@@ -131,7 +136,12 @@ def test_a_session_is_described_and_changed(server: RunningServer) -> None:
         assert changed["turn_detection"]["silence_duration_ms"] == 200
         # Fields that are not sent stay as they are.
         changed = talker.set_input(transcription={"language": "fr"})["session"]["audio"]["input"]
-        assert changed["transcription"] == {"model": "org/tiny", "language": "fr", "prompt": "Ada"}
+        assert changed["transcription"] == {
+            "model": "org/tiny",
+            "language": "fr",
+            "prompt": "Ada",
+            "delay": None,
+        }
         assert changed["turn_detection"]["silence_duration_ms"] == 200
 
 
