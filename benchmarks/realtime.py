@@ -8,11 +8,16 @@ from the core, and what the session holds in memory.
 age: the same over a WebSocket to any server at --url: chunks are sent in blocks of two seconds, and
 a block takes until the server has sent its last message for it.
 
+engine: what a chunk of N sessions at once takes in a core with a model of Voxtral-Realtime's shape
+and random weights (--tiny: a small one), without frontends. A machine holds as many sessions as it
+can compute within 80 ms, in 99 of 100 chunks.
+
 sessions: how long after a commit its text comes, while N clients talk in real time, each for five
 seconds at a time. --counts are tried in turn. A server is started unless --url names one.
 
 python benchmarks/realtime.py core [--items N] [--plot FILE] [--record]
 python benchmarks/realtime.py age --url URL [--seconds S] [--plot FILE]
+python benchmarks/realtime.py engine [--tiny] [--device cuda] [--counts N ...] [--record]
 python benchmarks/realtime.py sessions [--url URL] [--counts N ...] [--record]
 
 The last line of the output is JSON.
@@ -22,11 +27,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import json
 import statistics
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,18 +40,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from websockets.asyncio.client import ClientConnection, connect
+import transformers
 
 from live_server import LiveServer
+from realtime_clients import (
+    BLOCK_CHUNKS,
+    CHUNK,
+    RATE,
+    SPEECH_S,
+    load_speech,
+    make_sound,
+    measure_age,
+    measure_sessions,
+)
 from records import write_record
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.engine.build.builder import build_core
+from sensorium.engine.build.frontend import read_checkpoint
+from sensorium.engine.build.options import EngineOptions, LoadingOptions
 from sensorium.engine.core_process import core_messages as messages
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.multimodal.cache.mirror import MirrorReceiver
+from sensorium.types.errors import CapacityError
 from sensorium.types.multimodal import Transfer
 from sensorium.types.request import EngineCoreRequest, StreamSpec
 from sensorium.types.sampling import SamplingParams
@@ -60,10 +78,6 @@ EARLY, LATE = (1_000, 2_000), 1_000  # the chunks that are compared: these, and 
 BINS, FRAMES, WINDOW, WIDTH, BLOCK_SIZE = 128, 8, 8192, 64, 16
 PROMPT = 39
 TOKEN = 7
-RATE, CHUNK = 16_000, 1280  # samples
-BLOCK_CHUNKS = 25  # two seconds
-QUIET_S = 0.25  # without a message, a server has done its work
-SPEECH_S = 5.0
 
 
 # ---- the core, without a model
@@ -85,11 +99,8 @@ class SilentAdapter(SimpleNamespace):
             alignment_heads={},
         )
 
-    def start_sound(self) -> None:
-        return None
-
-    def hear(self, _: object, features: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(features.shape[-1] // FRAMES, WIDTH)
+    def hear(self, _: object, features: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros(each.shape[-1] // FRAMES, WIDTH) for each in features]
 
 
 class SilentRunner(StreamingRunner):
@@ -210,130 +221,100 @@ def measure_memory(num_items: int) -> dict[str, float]:
     return held
 
 
-# ---- any server, over its WebSocket
+# ---- a core with a model
 
 
-def get_address(url: str) -> str:
-    return f"{url.rstrip('/').replace('http', 'ws', 1)}/v1/realtime"
-
-
-def make_append(samples: Any) -> str:
-    pcm = np.clip(np.rint(samples * 32767), -32768, 32767).astype("<i2").tobytes()
-    audio = base64.b64encode(pcm).decode()
-    return json.dumps({"type": "input_audio_buffer.append", "audio": audio})
-
-
-def make_sound(seconds: float, seed: int = 0) -> Any:
-    """Return tones that change every 80 ms."""
-    generator, times = np.random.default_rng(seed), np.arange(CHUNK) / RATE
-    pitches = generator.uniform(80, 4000, int(seconds * RATE) // CHUNK)
-    return np.concatenate([0.2 * np.sin(2 * np.pi * pitch * times) for pitch in pitches])
-
-
-async def measure_age(url: str, seconds: float, model: str | None) -> dict[str, list[float]]:
-    """Send a long sound block by block, and return what each block took in milliseconds."""
-    costs: list[float] = []
-    async with connect(get_address(url), compression=None, max_size=None) as socket:
-        await socket.recv()
-        if model is not None:
-            await socket.send(json.dumps({"type": "session.update", "model": model}))
-        await socket.send(json.dumps({"type": "input_audio_buffer.commit"}))
-        num_blocks = int(seconds * RATE) // (CHUNK * BLOCK_CHUNKS)
-        for block in range(num_blocks):
-            sound = make_sound(BLOCK_CHUNKS * CHUNK / RATE, seed=block)
-            began = last = monotonic()
-            for start in range(0, len(sound), CHUNK):
-                await socket.send(make_append(sound[start : start + CHUNK]))
-            while True:
-                try:
-                    await asyncio.wait_for(socket.recv(), QUIET_S)
-                except TimeoutError:
-                    break
-                last = monotonic()
-            costs.append(1e3 * (last - began))
-            if block % 50 == 49:
-                print(f"{(block + 1) * 2} s: {statistics.median(costs[-50:]):.1f} ms", flush=True)
-    return {"two seconds of sound over the WebSocket (ms)": costs}
-
-
-async def talk(socket: ClientConnection, sound: Any, until: float) -> list[float]:
-    """Say a sound in real time, again and again, and return the lag of each text in seconds."""
-    lags = []
-    while monotonic() < until:
-        began = monotonic()
-        for index, start in enumerate(range(0, len(sound), CHUNK)):
-            await socket.send(make_append(sound[start : start + CHUNK]))
-            due = began + (index + 1) * CHUNK / RATE
-            await asyncio.sleep(max(0.0, due - monotonic()))
-        committed = monotonic()
-        await socket.send(json.dumps({"type": "input_audio_buffer.commit"}))
-        while True:
-            message = json.loads(await socket.recv())
-            if message["type"].endswith(("transcription.completed", "transcription.failed")):
-                break
-            if message["type"] == "error":
-                raise RuntimeError(message["error"])
-        lags.append(monotonic() - committed)
-    return lags
-
-
-async def measure_sessions(
-    url: str, num_sessions: int, sound: Any, seconds: float
-) -> dict[str, float]:
-    settings = {
-        "type": "session.update",
-        "session": {
-            "type": "transcription",
-            "audio": {
-                "input": {
-                    "format": {"type": "audio/pcm", "rate": RATE},
-                    "turn_detection": None,
-                }
+def make_model(folder: Path, device: str, *, is_tiny: bool) -> Path:
+    """Write a model with random weights."""
+    config = transformers.VoxtralRealtimeConfig()
+    if is_tiny:
+        config = transformers.VoxtralRealtimeConfig(
+            audio_config={"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4},
+            text_config={
+                "model_type": "voxtral_realtime_text",
+                "num_hidden_layers": 2,
+                "hidden_size": 128,
+                "intermediate_size": 256,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "vocab_size": 4096,
             },
-        },
-    }
-    sockets = []
-    for _ in range(num_sessions):
-        address = get_address(url) + "?intent=transcription"
-        socket = await connect(address, compression=None, max_size=None)
-        await socket.recv()
-        await socket.send(json.dumps(settings))
-        await socket.recv()
-        sockets.append(socket)
+        )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = transformers.VoxtralRealtimeForConditionalGeneration(config)
+    model.to(torch.float32 if is_tiny else torch.bfloat16).save_pretrained(folder)
+    return folder
 
-    async def begin_later(index: int) -> list[float]:
-        await asyncio.sleep(SPEECH_S * index / num_sessions)  # not all at once
-        return await talk(sockets[index], sound, monotonic() + seconds)
 
-    try:
-        found = await asyncio.gather(*map(begin_later, range(num_sessions)))
-    finally:
-        await asyncio.gather(*(socket.close() for socket in sockets), return_exceptions=True)
-    lags = sorted(lag for each in found for lag in each)
+def measure_engine(
+    directory: Path, device: str, counts: Sequence[int], num_rounds: int
+) -> dict[str, Any]:
+    loading = LoadingOptions(model=str(directory), device=device, use_tqdm_on_load=False)
+    options = EngineOptions(max_model_len=2 * WINDOW, max_num_seqs=max(counts) + 1)
+    checkpoint = read_checkpoint(loading)
+    built = build_core(loading, checkpoint, options=options, receiver=MirrorReceiver())
+    config = checkpoint.hf_config
+    bins = config.audio_config.num_mel_bins
+    print(built.config, flush=True)
+    figures: dict[str, Any] = {}
+    for count in counts:
+        try:
+            found = time_rounds(built.core, count, num_rounds, bins)
+        except CapacityError as error:
+            print(f"{count} sessions: {error}", flush=True)
+            break
+        print(f"{count} sessions: {json.dumps(found)}", flush=True)
+        figures[str(count)] = found
     return {
-        "num_texts": len(lags),
-        "lag_p50_s": round(statistics.median(lags), 3),
-        "lag_p99_s": round(float(np.percentile(lags, 99)), 3),
+        "sessions": figures,
+        "parameters": sum(p.numel() for p in built.adapter.model.parameters()),
     }
 
 
-def load_speech() -> Any:
-    """Return five seconds with the speech that comes with the embedded model."""
-    from importlib.resources import files
+def time_rounds(
+    core: EngineCore, num_sessions: int, num_rounds: int, bins: int
+) -> dict[str, float]:
+    """Give all sessions 80 ms of sound at a time, and return how long they take, in ms."""
+    names = [f"s{index}" for index in range(num_sessions)]
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for name in names:
+            request = EngineCoreRequest(
+                request_id=name,
+                prompt_token_ids=(1,) * PROMPT,
+                sampling_params=params,
+                stream=StreamSpec(num_delay_tokens=6),
+            )
+            core.add_request(request, Transfer())
+            core.append_sound(name, torch.randn(bins, PROMPT * FRAMES, generator=generator))
+        while core.has_requests:
+            core.step()
+        times: list[float] = []
+        for _ in range(num_rounds):
+            sound = torch.randn(num_sessions, bins, FRAMES, generator=generator)
+            began = monotonic()
+            for name, features in zip(names, sound, strict=True):
+                core.append_sound(name, features)
+            num_tokens = 0
+            while core.has_requests:
+                num_tokens += sum(len(output.new_token_ids) for output in core.step())
+            times.append(1e3 * (monotonic() - began))
+            if num_tokens != num_sessions:
+                raise RuntimeError(f"{num_sessions} sessions got {num_tokens} tokens")
+    finally:
+        core.abort_requests(names)
+        core.step()
+    late = times[num_rounds // 2 :]  # the windows of the encoder are full
+    return {
+        "p50_ms": round(statistics.median(late), 2),
+        "p99_ms": round(float(np.percentile(late, 99)), 2),
+        "first_ms": round(statistics.median(times[: num_rounds // 10]), 2),
+    }
 
-    import av
 
-    path = files("sensorium.embedded") / "media" / "speech.flac"
-    resampler = av.AudioResampler("flt", "mono", RATE)
-    frames = [
-        each for frame in av.open(str(path)).decode(audio=0) for each in resampler.resample(frame)
-    ]
-    speech = np.concatenate([frame.to_ndarray()[0] for frame in frames])
-    size = int(SPEECH_S * RATE)
-    return np.pad(speech, (0, max(0, size - len(speech))))[:size]
-
-
-def plot(curves: dict[str, Sequence[float]], path: Path, *, step_s: float) -> None:
+def plot(curves: Mapping[str, Sequence[float]], path: Path, *, step_s: float) -> None:
     """Draw curves over the age of a session, each smoothed by a running median."""
     import matplotlib as mpl
 
@@ -369,12 +350,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("core", "age", "sessions"))
+    parser.add_argument("what", choices=("core", "age", "engine", "sessions"))
     parser.add_argument("--items", type=int, default=NUM_ITEMS, help="chunks of the session")
     parser.add_argument("--url", help="a server; the default is one of the embedded model")
     parser.add_argument("--model", help="its model, which vLLM has to be told")
     parser.add_argument("--seconds", type=float, help="how long a session lasts")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--tiny", action="store_true", help="a small model")
+    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+    parser.add_argument("--rounds", type=int, default=400, help="chunks of each session")
     parser.add_argument("--tones", action="store_true", help="say tones, not speech")
     parser.add_argument("--plot", type=Path, help="write the curves to this PNG")
     parser.add_argument("--record", action="store_true", help="write a record")
@@ -386,6 +370,12 @@ def main() -> None:
     with ExitStack() as stack:
         if arguments.what == "core":
             figures, curves = measure_core(arguments.items)
+        elif arguments.what == "engine":
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            directory = make_model(folder / "model", arguments.device, is_tiny=arguments.tiny)
+            figures = measure_engine(
+                directory, arguments.device, arguments.counts, arguments.rounds
+            )
         elif arguments.what == "age":
             if arguments.url is None:
                 parser.error("age needs --url")

@@ -7,6 +7,9 @@ to remember of a sound is in a `SoundMemory`, whose size does not depend on the 
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.probes import KVProbe
+from sensorium.types.errors import InvariantError
 
 
 class SoundMemory:
@@ -23,11 +27,18 @@ class SoundMemory:
     The layers of the encoder have a window, so the keys and values before it are dropped.
     """
 
-    __slots__ = ("key_values", "padding")
+    __slots__ = ("columns", "keys", "length", "values")
 
-    def __init__(self, config: Any, padding: Any) -> None:
-        self.key_values = DynamicCache(config=config)
-        self.padding = padding
+    def __init__(self) -> None:
+        self.length = 0  # positions of the encoder so far
+        self.keys: list[torch.Tensor] = []  # for each layer: [1, heads, kept positions, D]
+        self.values: list[torch.Tensor] = []
+        self.columns: dict[str, torch.Tensor] = {}  # for each convolution: [1, channels, columns]
+
+    @property
+    def num_kept(self) -> int:
+        """The number of positions with keys and values."""
+        return self.keys[0].shape[2] if self.keys else 0
 
 
 class StreamingAdapter(ModelAdapter):
@@ -38,6 +49,7 @@ class StreamingAdapter(ModelAdapter):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.frames_per_token = int(self.config.audio_length_per_tok)
+        self._padding = _get_padding(self._base.audio_tower)
 
     def embed(
         self,
@@ -75,29 +87,75 @@ class StreamingAdapter(ModelAdapter):
 
     # ---- the encoder
 
-    def start_sound(self) -> SoundMemory:
-        """Return the memory of a sound that begins."""
-        padding = _get_padding_class(self._base.audio_tower)()
-        return SoundMemory(self.config.audio_config, padding)
+    def hear(
+        self, memories: Sequence[SoundMemory], features: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Encode the next features [bins, frames] of sounds, and return embeddings [N, hidden].
 
-    def hear(self, memory: SoundMemory, features: torch.Tensor) -> torch.Tensor:
-        """Encode the next features [bins, frames] of a sound, and return embeddings [N, hidden].
-
-        There are as many frames as a whole number of tokens needs.
+        All have the same number of frames, enough for a whole number of tokens, and memories of the
+        same number of positions. So they are one batch without padding. The memories are renewed,
+        unless an error is raised.
         """
+        cache, padding = self._join(memories)
+        frames = torch.stack([self.to_model(each) for each in features])
+        num_new = frames.shape[-1] * int(self.config.downsample_factor) // self.frames_per_token
+        starts = torch.tensor([memory.length for memory in memories], device=self.device)
         output = self._base.get_audio_features(
-            input_features=self.to_model(features)[None],
-            past_key_values=memory.key_values,
-            padding_cache=memory.padding,
+            input_features=frames,
+            past_key_values=cache,
+            padding_cache=padding,
             use_cache=True,
             return_dict=True,
+            # Of a sound that is older than the window, the cache has fewer positions than it had.
+            position_ids=starts[:, None] + torch.arange(num_new, device=self.device),
         )
-        embeds: torch.Tensor = output.pooler_output[0]
-        return embeds
+        embeds: torch.Tensor = output.pooler_output
+        self._divide(memories, cache, padding, num_new)
+        return list(embeds)
+
+    def _join(self, memories: Sequence[SoundMemory]) -> tuple[DynamicCache, Any]:
+        """Return Transformers' caches for the keys and values and the columns of several sounds."""
+        cache = DynamicCache(config=self.config.audio_config)
+        for index in range(len(memories[0].keys)):
+            keys = torch.cat([memory.keys[index] for memory in memories])
+            cache.update(keys, torch.cat([memory.values[index] for memory in memories]), index)
+        padding = self._padding.cache()
+        for name in memories[0].columns:
+            columns = torch.cat([memory.columns[name] for memory in memories])
+            layer = padding.layers[name] = self._padding.layer()
+            layer.cache, layer.is_initialized = columns, True
+            _, layer.in_channels, layer.left_pad = columns.shape
+        return cache, padding
+
+    def _divide(
+        self, memories: Sequence[SoundMemory], cache: DynamicCache, padding: Any, num_new: int
+    ) -> None:
+        """Give each sound its row of the caches. A copy, so that it does not keep the others."""
+        for row, memory in enumerate(memories):
+            memory.keys = [_copy_row(layer.keys, row) for layer in cache.layers]
+            memory.values = [_copy_row(layer.values, row) for layer in cache.layers]
+            memory.columns = {
+                name: _copy_row(layer.cache, row) for name, layer in padding.layers.items()
+            }
+            memory.length += num_new
 
 
-def _get_padding_class(tower: Any) -> Any:
-    """Return the class of the encoder's cache for convolutions, which its module defines."""
-    import sys
+def _copy_row(tensor: torch.Tensor | None, row: int) -> torch.Tensor:
+    if tensor is None:
+        raise InvariantError("the encoder has computed nothing for one of its layers")
+    return tensor if len(tensor) == 1 else tensor[row : row + 1].clone()
 
-    return sys.modules[type(tower).__module__].VoxtralRealtimeConv1dPaddingCache
+
+@dataclass(frozen=True, slots=True)
+class _Padding:
+    """The classes of the encoder's cache for convolutions, which its module defines."""
+
+    cache: Any
+    layer: Any
+
+
+def _get_padding(tower: Any) -> _Padding:
+    module = sys.modules[type(tower).__module__]
+    return _Padding(
+        module.VoxtralRealtimeConv1dPaddingCache, module.VoxtralRealtimeConv1dCacheLayer
+    )

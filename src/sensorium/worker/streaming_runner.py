@@ -13,7 +13,7 @@ from sensorium.types.errors import RequestError
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.scheduling import ScheduledRequest, SchedulerOutput
 from sensorium.worker.model_runner import ModelRunner
-from sensorium.worker.sound_queues import SoundQueue
+from sensorium.worker.sound_queues import SoundQueue, encode_sounds
 
 
 class StreamingRunner(ModelRunner):
@@ -62,21 +62,19 @@ class StreamingRunner(ModelRunner):
         self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
     ) -> dict[str, RequestError]:
         del failed  # nothing is in the encoder cache
+        wanted = {
+            entry.request_id: (
+                self._sounds[entry.request_id],
+                entry.num_computed_tokens + entry.num_new_tokens,
+            )
+            for entry in scheduled
+            if self._states[entry.request_id].failure is None
+        }
+        errors = encode_sounds(self._streaming, wanted)
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
             state = self._states[entry.request_id]
-            state.failure = state.failure or self._encode_sound(entry)
+            state.failure = state.failure or errors.get(entry.request_id)
             if state.failure is not None:
                 left_out[entry.request_id] = state.failure
         return left_out
-
-    def _encode_sound(self, entry: ScheduledRequest) -> RequestError | None:
-        """Encode what a step needs of a sound. Return why that failed, or `None`."""
-        end = entry.num_computed_tokens + entry.num_new_tokens
-        try:
-            self._sounds[entry.request_id].encode(self._streaming, end)
-        except RequestError as error:
-            return error
-        except Exception as error:  # models raise all kinds of errors; only this sound fails
-            return RequestError(f"the sound could not be encoded: {type(error).__name__}: {error}")
-        return None
