@@ -97,7 +97,7 @@ class StreamingAdapter(ModelAdapter):
         unless an error is raised.
         """
         cache, padding = self._join(memories)
-        frames = torch.stack([self.to_model(each) for each in features])
+        frames = self.to_model(torch.stack(list(features)))
         num_new = frames.shape[-1] * int(self.config.downsample_factor) // self.frames_per_token
         starts = torch.tensor([memory.length for memory in memories], device=self.device)
         output = self._base.get_audio_features(
