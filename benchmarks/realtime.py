@@ -204,16 +204,18 @@ def measure_core(num_items: int) -> tuple[dict[str, Any], dict[str, list[float]]
 
 
 def measure_memory(num_items: int) -> dict[str, float]:
-    """Return the most that a session holds after its window is full, and at its end, in KiB.
+    """Return the most that a session holds in the middle, with a full window, and at its end.
 
-    Blocks behind the window are dropped many at a time, so the most of some thousand chunks counts.
+    In KiB. Blocks behind the window are dropped many at a time, so the most of some thousand chunks
+    counts.
     """
-    held = {"window_full": 0.0, "end": 0.0}
+    held = {"middle": 0.0, "end": 0.0}
     tracemalloc.start()
     try:
         for index, _ in enumerate(run_session(num_items)):
-            if WINDOW <= index < WINDOW + 4 * LATE or index >= num_items - 4 * LATE:
-                name = "end" if index >= num_items - 4 * LATE else "window_full"
+            since_middle, is_end = index - num_items // 2, index >= num_items - 4 * LATE
+            if 0 <= since_middle < 4 * LATE or is_end:
+                name = "end" if is_end else "middle"
                 now = round(tracemalloc.get_traced_memory()[0] / 1024, 1)
                 held[name] = max(held[name], now)
     finally:
