@@ -17,6 +17,7 @@ from sensorium.types.errors import CapacityError, RequestError
 from sensorium.utils.silences import Samples
 from tests.integration.async_serving import LocalCore, run_core
 from tests.integration.test_async_engine import run
+from tests.parity.graph_parts import use_graphs
 from tests.support.engine import assert_nothing_is_left, get_kv_bytes, make_llm, make_probe
 from tests.support.media import write_sound
 from tests.support.tones import DEFAULT_DELAY_MS, RATE, TOKEN, StreamedReference, make_tones
@@ -47,6 +48,18 @@ def core(model: str, tmp_path: Path) -> Iterator[LocalCore]:
         yield running
 
 
+@pytest.fixture(params=["eager", "replayed"])
+def any_core(
+    request: pytest.FixtureRequest, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[LocalCore]:
+    """A core with and without captured steps."""
+    if request.param == "replayed":
+        use_graphs(monkeypatch)
+    with run_core(model, tmp_path, max_num_seqs=16) as running:
+        assert ("decoding in" in running.built.config.graphs) == (request.param == "replayed")
+        yield running
+
+
 def test_the_reference_depends_on_the_sound_and_the_delay(
     reference: StreamedReference, sounds: list[Samples]
 ) -> None:
@@ -70,6 +83,27 @@ def test_whole_sounds(
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
             assert [list(output.outputs[0].token_ids) for output in outputs] == expected
             assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+        assert_nothing_is_left(llm)
+
+
+def test_replayed_steps(
+    model: str,
+    reference: StreamedReference,
+    sounds: list[Samples],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps in which all requests decode are captured, with their sounds and delays."""
+    recorders = use_graphs(monkeypatch)
+    expected = [reference.generate(sound) for sound in sounds]
+    with make_llm(model) as llm:
+        assert "decoding in 4 sizes up to 8" in llm.config.graphs
+        prompts: Any = [
+            {"prompt_token_ids": [], "multi_modal_data": {"audio": [(sound, RATE)]}}
+            for sound in sounds
+        ]
+        outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        assert recorders.decoding.num_replays > 50
         assert_nothing_is_left(llm)
 
 
@@ -154,7 +188,7 @@ async def read(request: SoundRequest) -> list[int]:
 
 
 def test_sounds_that_go_on(
-    core: LocalCore, reference: StreamedReference, sounds: list[Samples]
+    any_core: LocalCore, reference: StreamedReference, sounds: list[Samples]
 ) -> None:
     """Eight sounds with different delays and speeds, with whole sounds beside them."""
     pairs = list(zip(sounds, DELAYS_MS, strict=True))
@@ -174,7 +208,7 @@ def test_sounds_that_go_on(
         assert found == expected
         assert list(output.outputs[0].token_ids) == others
 
-    run(core, test)
+    run(any_core, test)
 
 
 def test_a_sound_of_many_windows_costs_no_more_blocks(

@@ -67,7 +67,7 @@ class InputBatch:
     encoder_cache: EncoderCache
     table: RequestTable
     staging: StagingBuffer
-    # For models that hear sounds while they go on: those of all requests, by request id.
+    # For models that take sounds while they go on: those of all requests, by request id.
     sounds: Mapping[str, SoundQueue] | None = None
 
     def prepare(self, rows: Sequence[Row], unread: torch.Tensor | None = None) -> StepInputs:
@@ -135,18 +135,26 @@ class InputBatch:
             if not group.is_cross
         )
 
+    def take_sounds(self, rows: Sequence[Row]) -> torch.Tensor | None:
+        """Return the embeddings of the sounds that a step needs, one for each token of its rows.
+
+        Return `None` if the model does not take sounds while they go on.
+        """
+        if self.sounds is None:
+            return None
+        parts = [
+            self.sounds[scheduled.request_id].take(scheduled.num_computed_tokens, _end(scheduled))
+            for scheduled, _ in rows
+        ]
+        return torch.cat(parts)
+
     def _gather(
         self, rows: Sequence[Row], starts: IntArray, cross: int | None
     ) -> tuple[IntArray, list[torch.Tensor]]:
         """Return the embeddings of media that a step needs, and the tokens that get them."""
-        if self.sounds is not None:
-            sounds = [
-                self.sounds[scheduled.request_id].take(
-                    scheduled.num_computed_tokens, _end(scheduled)
-                )
-                for scheduled, _ in rows
-            ]
-            return np.arange(starts[-1], dtype=np.int64), sounds
+        sounds = self.take_sounds(rows)
+        if sounds is not None:
+            return np.arange(starts[-1], dtype=np.int64), [sounds]
         if cross is None:
             return self._gather_mm_embeds(rows, starts)
         return np.empty(0, dtype=np.int64), self._gather_new_sounds(rows)

@@ -349,11 +349,10 @@ class ModelRunner:
         size = None if graphs is None else graphs.find_size(rows)
         if graphs is None or size is None:
             return self._run_batch(self._input_batch.prepare(rows, self._unread), step)
-        self._clear_blocks(
-            torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
-            for index in range(self._num_groups)
-        )
-        result = graphs.replay(rows, size, self._table, self._unread)
+        partial = (get_partial_blocks(rows, i, self._block_size) for i in range(self._num_groups))
+        self._clear_blocks(map(torch.from_numpy, partial))
+        sounds = self._input_batch.take_sounds(rows)
+        result = graphs.replay(rows, size, self._table, self._unread, sounds)
         choice = self._choose([state for _, state in rows], result.logits, result.likeliest)
         return replace(step, mode=StepMode.DECODE_GRAPH, choice=choice)
 
