@@ -71,7 +71,7 @@ def get_num_looks(driver: SchedulerDriver, *, is_step: bool) -> int:
 
 def test_step_looks_at_few_of_many_items() -> None:
     driver = make_long_driver()
-    driver.scheduler.limits = replace(driver.limits, max_num_batched_tokens=4)
+    driver.scheduler._carryover._limits = replace(driver.limits, max_num_batched_tokens=4)
     assert 0 < get_num_looks(driver, is_step=True) < 200
     driver.step()
     assert 0 < get_num_looks(driver, is_step=True) < 200
