@@ -23,6 +23,8 @@ class Listeners:
         self._open: set[str] = set()  # the ids of all requests with more sound to come
         self._waiting: dict[str, Request] = {}
         self._dropped: list[tuple[str, int]] = []
+        # Whether others can't run before one of these goes on or ends.
+        self.hold_up_others = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -50,12 +52,20 @@ class Listeners:
 
     def remove(self, request_id: str) -> bool:
         """Let a request wait no longer, and return whether it has waited."""
+        self.hold_up_others = False
         return self._waiting.pop(request_id, None) is not None
 
     def forget(self, request_id: str) -> bool:
         """Give back what a request had set aside, and return whether it has waited."""
         self._open.discard(request_id)
         return self.remove(request_id)
+
+    def note_step(self, *, is_idle: bool) -> None:
+        """Note whether nothing runs although a step was planned.
+
+        Then those that wait here have all seats or blocks that others need.
+        """
+        self.hold_up_others = is_idle and bool(self._waiting)
 
     def drop_passed(self, request: Request) -> None:
         """Forget the tokens of a request that no layer attends to any more.

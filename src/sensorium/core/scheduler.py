@@ -67,7 +67,6 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
         self.waiting: list[Request] = []  # in the order of service
-        # Those that wait for more of their sound. They are in neither of the two lists.
         self.listeners = Listeners(kv_cache, max_num_open=max(1, limits.max_num_seqs - 1))
         self.counters = SchedulerCounters()
         self._policy = policy
@@ -103,6 +102,7 @@ class Scheduler:
         )
         if request.is_open:
             self.listeners.admit(request, self.limits.max_model_len)
+        self.listeners.hold_up_others = False  # it may be another's turn
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         if request.num_heard:
@@ -117,17 +117,14 @@ class Scheduler:
 
         Return its last output if it ends with this. An unknown request is ignored.
         """
-        request = self.requests.get(request_id)
-        if request is None or not request.is_open:
+        if (request := self.requests.get(request_id)) is None or not request.is_open:
             return None
         request.num_heard += num_positions
         request.is_open = not is_last
-        if request_id not in self.listeners:
-            return None
-        if not request.is_open and request.num_tokens >= request.num_heard:
+        if request.has_heard_all:
             self._end(request, FinishReason.STOP)
             return request.make_output(FinishReason.STOP, self._clock())
-        if request.num_heard > request.num_computed_tokens:
+        if request_id in self.listeners and request.num_heard > request.num_computed_tokens:
             self.listeners.remove(request_id)
             insort(self._get_queue(request), request, key=_rank_of)
         return None
@@ -141,8 +138,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a step has something to do. A request that listens alone has nothing."""
-        return len(self.requests) > len(self.listeners)
+        """Whether a step has something to do: not all requests listen, or wait for those."""
+        return len(self.requests) > len(self.listeners) and not self.listeners.hold_up_others
 
     # ---- deciding a step
 
@@ -162,6 +159,7 @@ class Scheduler:
             if step.is_encoder_resting and not step.is_short_of_blocks:
                 self._carryover.end_rest()
             step = self._fill_step()
+        self.listeners.note_step(is_idle=not step.scheduled and not self.running)
         self._carryover.add_encoded(step)
         return self._make_output(step)
 
@@ -205,9 +203,8 @@ class Scheduler:
     def _can_go_on(self, request_id: str) -> bool:
         """Return whether a request runs, or could start now."""
         request = self.requests.get(request_id)
-        if request is None:
-            return False
-        return request.status is RequestStatus.RUNNING or self._num_free_seats > 0
+        is_running = request is not None and request.status is RequestStatus.RUNNING
+        return is_running or (request is not None and self._num_free_seats > 0)
 
     @property
     def _num_free_seats(self) -> int:
@@ -233,11 +230,10 @@ class Scheduler:
             step.add_tokens(request, start + 1)
             return
         plan = self._plan(request, start, step)
-        if plan.is_empty:
-            return
-        block_ids = self._allocate_or_preempt(request, plan.end, step)
-        if block_ids is not None:
-            self._commit(request, plan, block_ids, step)
+        if not plan.is_empty:
+            block_ids = self._allocate_or_preempt(request, plan.end, step)
+            if block_ids is not None:
+                self._commit(request, plan, block_ids, step)
 
     def _schedule_waiting(self, request: Request, step: Step) -> bool:
         # Looking for a prefix takes time in proportion to the prompt. It is not repeated in every
@@ -308,7 +304,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = request.num_scheduled_tokens = request.num_due_tokens = 0
+        request.set_back()
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
@@ -371,6 +367,8 @@ class Scheduler:
         already: what it uses is not listed.
         """
         failed = [self._get_scheduled(scheduled) for scheduled in output.scheduled]
+        # The worker may not have renumbered the tokens of these.
+        failed += [self.requests.get(request_id) for request_id, _ in output.dropped_tokens]
         dropped = [*output.freed_encoder_keys]
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
@@ -399,8 +397,7 @@ class Scheduler:
         for encoder_input in scheduled.encoder_inputs:
             if encoder_input.key not in result.failed_encodes:
                 self.encoder_cache.mark_computed(encoder_input.key)
-        request = self._get_scheduled(scheduled)
-        if request is not None:
+        if (request := self._get_scheduled(scheduled)) is not None:
             request.encode_s += result.encode_s
 
     def _fail_requests(
