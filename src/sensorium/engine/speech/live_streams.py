@@ -165,6 +165,7 @@ class StreamSession(EventQueue):
                 if self._item is not None:
                     self._feed(self._item, self._buffer.take())
             else:
+                self._buffer.skip(len(part))
                 item = self._item or await self._begin(make_item_id())
                 self._feed(item, part)
             if start:
