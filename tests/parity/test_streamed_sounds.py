@@ -159,6 +159,15 @@ def test_a_transcript_takes_the_sound_alone(model: str, options: dict[str, str])
         llm.transcribe([(make_tones(0, 1.0), RATE)], use_tqdm=False, **options)
 
 
+def test_a_prompt_is_longer_than_its_sound(model: str) -> None:
+    sound: Any = {"audio": [(make_tones(0, 1.0), RATE)]}
+    prompt: Any = {"prompt_token_ids": [1] * 200, "multi_modal_data": sound}
+    with make_llm(model) as llm:
+        with pytest.raises(RequestError, match="shorten the prompt"):
+            llm.generate([prompt], GREEDY, use_tqdm=False)
+        assert_nothing_is_left(llm)
+
+
 # ---- sounds that go on
 
 
@@ -297,5 +306,61 @@ def test_there_is_a_place_for_others(model: str, tmp_path: Path) -> None:
             first.close()
             tokens = {tuple((await other).outputs[0].token_ids) for other in others}
             assert len(tokens) == 1
+
+        run(core, test)
+
+
+def test_whole_sounds_are_preempted_after_they_forgot_tokens(
+    model: str, reference: StreamedReference, tmp_path: Path
+) -> None:
+    """All of their tokens are computed again, also those that were forgotten."""
+    wholes = [make_tones(30 + number, 24.0) for number in range(2)]
+    expected = [reference.generate(sound) for sound in wholes]
+    with run_core(model, tmp_path, max_num_seqs=2, block_size=4) as core:
+        scheduler = core.core.scheduler
+
+        async def test(engine: AsyncEngine, _: Any) -> None:
+            prompts: Any = [
+                {"prompt_token_ids": [], "multi_modal_data": {"audio": [(sound, RATE)]}}
+                for sound in wholes
+            ]
+            tasks = [
+                asyncio.create_task(engine.generate(prompt, GREEDY, request_id="whole"))
+                for prompt in prompts
+            ]
+            while sum(request.num_dropped > 0 for request in list(scheduler.running)) < 2:
+                await asyncio.sleep(0.001)
+            live = await engine.open_sound(GREEDY, request_id="live")
+            live.append(make_tones(1, 3.0))
+            await anext(aiter(live.deltas))
+            assert scheduler.counters.num_preemptions > 0
+            live.close()
+            outputs = await asyncio.gather(*tasks)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+        run(core, test)
+
+
+def test_others_wait_while_a_sound_has_the_only_seat(
+    model: str, reference: StreamedReference, sounds: list[Samples], tmp_path: Path
+) -> None:
+    """The core does not take that for a request that can never run."""
+    expected = reference.generate(sounds[1])
+    whole: Any = {"prompt_token_ids": [], "multi_modal_data": {"audio": [(sounds[1], RATE)]}}
+    with run_core(model, tmp_path, max_num_seqs=1) as core:
+
+        async def test(engine: AsyncEngine, _: Any) -> None:
+            live = await engine.open_sound(GREEDY, request_id="live")
+            live.append(sounds[0])
+            await anext(aiter(live.deltas))
+            other = asyncio.create_task(engine.generate(whole, GREEDY, request_id="whole"))
+            while not core.core.scheduler.waiting or core.core.has_requests:
+                assert core.error is None
+                await asyncio.sleep(0.001)
+            live.append(sounds[0])
+            await anext(aiter(live.deltas))
+            assert not other.done()
+            live.close()
+            assert list((await other).outputs[0].token_ids) == expected
 
         run(core, test)

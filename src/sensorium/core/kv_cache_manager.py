@@ -283,18 +283,20 @@ class KVCacheManager:
                     pool.register(table.block_ids[index], name)
         self._num_registered[request.request_id] = max(first, last)
 
-    def reserve(self, request: Request, max_model_len: int) -> None:
+    def reserve(self, request: Request, max_model_len: int, max_new_tokens: int) -> None:
         """Set blocks aside for a request that is never preempted, until it is freed.
 
         Raise a `CapacityError` if all such requests together would need more than
-        `_MAX_RESERVED` of the blocks of a group.
+        `_MAX_RESERVED` of the blocks of a group, or leave too few for one other request. That may
+        have `max_model_len` tokens, and `max_new_tokens` of them in a step.
         """
         # No step has more of its tokens than the first one, which computes its prompt.
-        most = min(max_model_len, request.num_prompt_tokens + self.block_size)
-        counts = [self._num_blocks_at_most(group, max_model_len, most) for group in self.groups]
+        most_new = min(max_model_len, request.num_prompt_tokens + self.block_size)
+        counts = [self._num_blocks_at_most(group, max_model_len, most_new) for group in self.groups]
         for index, (count, pool) in enumerate(zip(counts, self._pools, strict=True)):
             total = count + sum(others[index] for others in self._reserved.values())
-            if total > _MAX_RESERVED * pool.capacity:
+            other = self._num_blocks_at_most(self.groups[index], max_model_len, max_new_tokens)
+            if total > min(_MAX_RESERVED * pool.capacity, pool.capacity - other):
                 raise CapacityError(
                     f"the sounds that are being listened to ({len(self._reserved)}) have set aside "
                     "as much of the KV cache as they may: try again later, or start the engine "

@@ -6,6 +6,7 @@ request has passed for good is forgotten, and its cost does not depend on its ag
 
 from __future__ import annotations
 
+from sensorium.core.admission import Limits
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.request import Request
 from sensorium.types.errors import CapacityError
@@ -23,6 +24,8 @@ class Listeners:
         self._open: set[str] = set()  # the ids of all requests with more sound to come
         self._waiting: dict[str, Request] = {}
         self._dropped: list[tuple[str, int]] = []
+        # Whether others can't run before one of these goes on or ends.
+        self.hold_up_others = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -30,7 +33,7 @@ class Listeners:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._waiting
 
-    def admit(self, request: Request, max_model_len: int) -> None:
+    def admit(self, request: Request, limits: Limits) -> None:
         """Set a seat and blocks aside for a request with an open sound, until `forget`.
 
         Raise a `CapacityError` if others have taken all that may be set aside.
@@ -41,7 +44,7 @@ class Listeners:
                 "for other requests: try again later, or start the engine with a larger "
                 "max_num_seqs"
             )
-        self._kv_cache.reserve(request, max_model_len)
+        self._kv_cache.reserve(request, limits.max_model_len, limits.max_num_batched_tokens)
         self._open.add(request.request_id)
 
     def add(self, request: Request) -> None:
@@ -50,12 +53,20 @@ class Listeners:
 
     def remove(self, request_id: str) -> bool:
         """Let a request wait no longer, and return whether it has waited."""
+        self.hold_up_others = False
         return self._waiting.pop(request_id, None) is not None
 
     def forget(self, request_id: str) -> bool:
         """Give back what a request had set aside, and return whether it has waited."""
         self._open.discard(request_id)
         return self.remove(request_id)
+
+    def note_step(self, *, is_idle: bool) -> None:
+        """Note whether nothing runs although a step was planned.
+
+        Then those that wait here have all seats or blocks that others need.
+        """
+        self.hold_up_others = is_idle and bool(self._waiting)
 
     def drop_passed(self, request: Request) -> None:
         """Forget the tokens of a request that no layer attends to any more.

@@ -82,6 +82,8 @@ class Request:
         self.num_scheduled_tokens = 0  # also with the step that is under way
         self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
         self.num_dropped = 0  # first tokens that `token_ids` has no more
+        self._dropped: list[int] = []  # these tokens, of a request that can be computed again
+        self._num_restored = 0  # first tokens that were dropped, and then were needed again
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
         # Layers with cross-attention have the keys and values of its media, and need no more.
@@ -109,14 +111,7 @@ class Request:
         self._max_num_tokens = (
             math.inf if max_tokens is None else self.num_prompt_tokens + max_tokens
         )
-        speech = self.sampling_params.speech
-        # The host has to know each token before it can tell which may come next.
-        self._is_token_read = (
-            self.sampling_params.has_penalties
-            or self.sampling_params.structured_outputs is not None
-            or (speech is not None and speech.timestamps is not None)
-            or any(len(sequence) > 1 for sequence in core_request.bans.sequences)
-        )
+        self._is_token_read = _is_token_read(core_request)
 
     @property
     def num_cross_positions(self) -> int:
@@ -147,13 +142,34 @@ class Request:
         is_idle = not self.num_due_tokens and self.num_computed_tokens >= self.num_heard
         return self.is_open and is_idle
 
+    @property
+    def has_heard_all(self) -> bool:
+        """Whether the sound has ended, and all tokens that it may have are known."""
+        is_over = not self.is_open and len(self.token_ids) >= self.num_heard
+        return is_over and not self.num_due_tokens
+
     def drop_tokens(self, count: int) -> None:
         """Forget the first tokens, which no layer attends to any more, and renumber the others."""
         # The names of its blocks are never asked for: they would depend on the sound.
+        if self.mm_features:  # its whole sound is there, so it may be preempted
+            self._dropped += self.token_ids[:count]
         del self.token_ids[:count]
-        self.num_prompt_tokens -= count
         self.num_computed_tokens -= count
         self.num_scheduled_tokens -= count
+        self._renumber(count)
+        self._num_restored = max(0, self._num_restored - count)
+
+    def set_back(self) -> None:
+        """Let all tokens be computed again, also those that were dropped."""
+        self.num_computed_tokens = self.num_scheduled_tokens = self.num_due_tokens = 0
+        if self.num_dropped:
+            self.token_ids[:0] = self._dropped
+            self._dropped = []
+            self._num_restored += self.num_dropped
+            self._renumber(-self.num_dropped)
+
+    def _renumber(self, count: int) -> None:
+        self.num_prompt_tokens -= count
         self.num_heard -= count
         self.num_dropped += count
 
@@ -326,7 +342,7 @@ class Request:
             return FinishReason.STOP, None
         if len(self.token_ids) + self.num_dropped >= self._max_num_tokens:
             return FinishReason.LENGTH, None
-        if len(self.token_ids) >= max_model_len:
+        if len(self.token_ids) - self._num_restored >= max_model_len:
             return FinishReason.LENGTH, None
         return None
 
@@ -405,6 +421,17 @@ class SchedulerCounters:
         if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_prompt_tokens += request.num_cached_tokens or 0
+
+
+def _is_token_read(request: EngineCoreRequest) -> bool:
+    """Return whether the host has to know each token before it can tell which may come next."""
+    params, speech = request.sampling_params, request.sampling_params.speech
+    return (
+        params.has_penalties
+        or params.structured_outputs is not None
+        or (speech is not None and speech.timestamps is not None)
+        or any(len(sequence) > 1 for sequence in request.bans.sequences)
+    )
 
 
 def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:

@@ -67,7 +67,6 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
         self.waiting: list[Request] = []  # in the order of service
-        # Those that wait for more of their sound. They are in neither of the two lists.
         self.listeners = Listeners(kv_cache, max_num_open=max(1, limits.max_num_seqs - 1))
         self.counters = SchedulerCounters()
         self._policy = policy
@@ -101,7 +100,8 @@ class Scheduler:
             long_after=self.limits.long_after,
         )
         if request.is_open:
-            self.listeners.admit(request, self.limits.max_model_len)
+            self.listeners.admit(request, self.limits)
+        self.listeners.hold_up_others = False  # it may be another's turn
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         if request.num_heard:
@@ -116,17 +116,14 @@ class Scheduler:
 
         Return its last output if it ends with this. An unknown request is ignored.
         """
-        request = self.requests.get(request_id)
-        if request is None or not request.is_open:
+        if (request := self.requests.get(request_id)) is None or not request.is_open:
             return None
         request.num_heard += num_positions
         request.is_open = not is_last
-        if request_id not in self.listeners:
-            return None
-        if not request.is_open and request.num_tokens >= request.num_heard:
+        if request.has_heard_all:
             self._end(request, FinishReason.STOP)
             return request.make_output(FinishReason.STOP, self._clock())
-        if request.num_heard > request.num_computed_tokens:
+        if request_id in self.listeners and request.num_heard > request.num_computed_tokens:
             self.listeners.remove(request_id)
             is_running = request.status is RequestStatus.RUNNING
             insort(self.running if is_running else self.waiting, request, key=_rank_of)
@@ -138,8 +135,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether a step has something to do. A request that listens alone has nothing."""
-        return len(self.requests) > len(self.listeners)
+        """Whether a step has something to do: not all requests listen, or wait for those."""
+        return len(self.requests) > len(self.listeners) and not self.listeners.hold_up_others
 
     # ---- deciding a step
 
@@ -159,6 +156,7 @@ class Scheduler:
             if step.is_encoder_resting and not step.is_short_of_blocks:
                 self._carryover.end_rest()
             step = self._fill_step()
+        self.listeners.note_step(is_idle=not step.scheduled and not self.running)
         self._carryover.add_encoded(step, self.limits.max_num_encoder_embeds)
         return self._make_output(step)
 
@@ -229,11 +227,10 @@ class Scheduler:
             step.add_tokens(request, start + 1)
             return
         plan = self._plan(request, start, step)
-        if plan.is_empty:
-            return
-        block_ids = self._allocate_or_preempt(request, plan.end, step)
-        if block_ids is not None:
-            self._commit(request, plan, block_ids, step)
+        if not plan.is_empty:
+            block_ids = self._allocate_or_preempt(request, plan.end, step)
+            if block_ids is not None:
+                self._commit(request, plan, block_ids, step)
 
     def _schedule_waiting(self, request: Request, step: Step) -> bool:
         # Looking for a prefix takes time in proportion to the prompt. It is not repeated in every
@@ -304,7 +301,7 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = request.num_scheduled_tokens = request.num_due_tokens = 0
+        request.set_back()
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
@@ -367,6 +364,8 @@ class Scheduler:
         already: what it uses is not listed.
         """
         failed = [self._get_scheduled(scheduled) for scheduled in output.scheduled]
+        # The worker may not have renumbered the tokens of these.
+        failed += [self.requests.get(request_id) for request_id, _ in output.dropped_tokens]
         dropped = [*output.freed_encoder_keys]
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
@@ -395,8 +394,7 @@ class Scheduler:
         for encoder_input in scheduled.encoder_inputs:
             if encoder_input.key not in result.failed_encodes:
                 self.encoder_cache.mark_computed(encoder_input.key)
-        request = self._get_scheduled(scheduled)
-        if request is not None:
+        if (request := self._get_scheduled(scheduled)) is not None:
             request.encode_s += result.encode_s
 
     def _fail_requests(

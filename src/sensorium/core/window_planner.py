@@ -196,7 +196,10 @@ class WindowPlanner:
 
         The plan is empty, with the reason in `shortage`, if none of them fit.
         """
-        end = min(request.num_ready_tokens, start + step.num_tokens_left)
+        # A request that dropped tokens and is computed again has more of them than the model takes
+        # at once. They are dropped again before it goes on.
+        ready = min(request.num_ready_tokens, self._limits.max_model_len)
+        end = min(ready, start + step.num_tokens_left)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
         end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)

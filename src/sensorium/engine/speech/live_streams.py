@@ -165,6 +165,7 @@ class StreamSession(EventQueue):
                 if self._item is not None:
                     self._feed(self._item, self._buffer.take())
             else:
+                self._buffer.skip(len(part))
                 item = self._item or await self._begin(make_item_id())
                 self._feed(item, part)
             if start:
@@ -219,7 +220,10 @@ class StreamSession(EventQueue):
         options, processor = self._options, self._model.processor
         request = await self._engine.open_sound(
             SamplingParams(
-                temperature=0.0, max_tokens=None, logprobs=0 if options.needs_logprobs else None
+                temperature=0.0,
+                max_tokens=None,
+                ignore_eos=True,  # the sound decides when it ends
+                logprobs=0 if options.needs_logprobs else None,
             ),
             request_id=f"realtime-{uuid.uuid4().hex}",
             delay_ms=options.delay_ms,

@@ -129,6 +129,11 @@ class TurnBuffer:
             self._drop_before(self._looked - self._count("prefix_padding_ms"))
         return events
 
+    def skip(self, num_samples: int) -> None:
+        """Count sound of the session that is not kept here. The buffer is empty."""
+        self._first += num_samples
+        self._looked = self.end
+
     def take(self, *, is_last: bool = False) -> Samples:
         """Return the sound of the turn that has begun, and forget it.
 
