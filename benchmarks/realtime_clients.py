@@ -68,9 +68,14 @@ async def measure_age(url: str, seconds: float, model: str | None) -> dict[str, 
 
 
 async def talk(socket: Any, sound: Any, until: float) -> list[float]:
-    """Say a sound in real time, again and again, and return the lag of each text in seconds."""
+    """Say a sound in real time, again and again, and return the lag of each text in seconds.
+
+    Some noise is added each time, because a sound that was heard before would come from a cache.
+    """
     lags = []
+    speech, generator = sound, np.random.default_rng()
     while monotonic() < until:
+        sound = speech + generator.normal(0, 1e-3, len(speech))
         began = monotonic()
         for index, start in enumerate(range(0, len(sound), CHUNK)):
             await socket.send(make_append(sound[start : start + CHUNK]))

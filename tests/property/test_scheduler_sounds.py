@@ -278,7 +278,7 @@ TestSoundMachine.settings = settings(
 
 @pytest.mark.usefixtures("few_dropped")
 def test_a_request_forgets_tokens_in_a_step_that_fails_without_it() -> None:
-    """No request knows whether the worker has renumbered its tokens, so it fails with the step."""
+    """It is unknown whether the worker has renumbered its tokens, so it fails with the step."""
     limits = Limits(
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=2,
