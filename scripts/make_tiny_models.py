@@ -55,6 +55,7 @@ FAMILIES: dict[str, Callable[[Path], None]] = {
     "audioflamingo3": audio.make_audioflamingo3,
     "qwen2_5_omni": audio.make_qwen2_5_omni,
     "voxtral": audio.make_voxtral,
+    "voxtral_realtime": audio.make_voxtral_realtime,
     "glmasr": recognition.make_glmasr,
     "qwen3_asr": recognition.make_qwen3_asr,
     "whisper": speech.make_whisper,

@@ -136,6 +136,43 @@ def _make_voxtral_config(tokenizer: Any) -> Any:
     )
 
 
+_LOUDNESS = 100.0
+_CONTRAST = 2.0  # of the matrices of the encoder
+
+
+def make_voxtral_realtime(directory: Path) -> None:
+    with TemporaryDirectory() as folder:
+        _write_tekken(Path(folder) / "tekken.json", _STREAMING)
+        tokenizer = tf.MistralCommonBackend.from_pretrained(folder)
+        processor = tf.VoxtralRealtimeProcessor(
+            tf.VoxtralRealtimeFeatureExtractor(feature_size=80), tokenizer
+        )
+        config = tf.VoxtralRealtimeConfig(
+            audio_config={
+                "num_mel_bins": 80,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "head_dim": 16,
+                "intermediate_size": 64,
+                "hidden_size": 32,
+                "max_position_embeddings": 1500,
+                "sliding_window": 40,
+            },
+            text_config={
+                "model_type": "voxtral_realtime_text",
+                **text_values(tokenizer, vocab_size=tokenizer.vocab_size, head_dim=16),
+                "sliding_window": 24,
+            },
+            default_num_delay_tokens=6,
+        )
+        model = rescale(tf.VoxtralRealtimeForConditionalGeneration(config))
+        # The sound has to outweigh the token that it is added to, and sounds have to differ.
+        model.model.multi_modal_projector.linear_2.weight.data *= _LOUDNESS
+        for parameter in model.model.audio_tower.layers.parameters():
+            parameter.data *= _CONTRAST if parameter.ndim == 2 else 1.0
+        save(directory, model, processor, pad_token_id=11)
+
+
 _NUM_CONTROL_TOKENS = 1000
 _CONTROL_TOKENS = {
     0: "<unk>",
@@ -164,12 +201,24 @@ _CONTROL_TOKENS = {
     23: "[/THINK]",
     24: "[AUDIO]",
     25: "[BEGIN_AUDIO]",
+    32: "[STREAMING_PAD]",
+    33: "[STREAMING_WORD]",
     34: "[TRANSCRIBE]",
 }
 
 
-def _write_tekken(path: Path) -> None:
-    """Write a small Tekken vocabulary.
+_WINDOWED: dict[str, Any] = {"chunk_length_s": 30.0}
+_STREAMING: dict[str, Any] = {
+    "transcription_format": "streaming",
+    "transcription_delay_ms": 480.0,
+    "streaming_look_ahead_ms": 2.5,
+    "streaming_look_back_ms": 52.5,
+    "streaming_n_left_pad_tokens": 8,
+}
+
+
+def _write_tekken(path: Path, audio: dict[str, Any] = _WINDOWED) -> None:
+    """Write a small Tekken vocabulary, with some values of its config for sounds.
 
     It has the control tokens and the first words of the vocabulary in mistral-common.
     """
@@ -192,7 +241,7 @@ def _write_tekken(path: Path) -> None:
     content["audio"] = {
         "sampling_rate": 16000,
         "frame_rate": 12.5,
-        "chunk_length_s": 30.0,
+        **audio,
         "audio_encoding_config": {"num_mel_bins": 80, "hop_length": 160, "window_size": 400},
     }
     path.write_text(json.dumps(content))

@@ -27,6 +27,7 @@ from .check_speech import (
     check_speech_tokens,
     check_transcripts,
 )
+from .check_streams import check_streams
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
 from .check_tokens import (
@@ -65,6 +66,9 @@ def get_checks() -> Iterator[Check]:
     yield Check(name="speech/transcripts", run=check_transcripts)
     for family in RECOGNISERS:
         yield Check(name=f"speech/{family}", run=partial(check_recogniser, family))
+    for overlap in (False, True):
+        words = "overlap" if overlap else "no overlap"
+        yield Check(name=f"streams/{words}", run=partial(check_streams, overlap))
     for family in MULTIMODAL_FAMILIES:
         yield Check(name=f"encoder graphs/{family}", run=partial(check_encoder_graphs, family))
     for family in ("llama", "gemma3", "qwen2_5_vl"):

@@ -40,10 +40,10 @@ def find_browser() -> tuple[str, str] | None:
 class Browser:
     """A browser with a new profile. Its methods are named after what a person does."""
 
-    def __init__(self, chromium: str, driver: str) -> None:
+    def __init__(self, chromium: str, driver: str, *flags: str) -> None:
         options = webdriver.ChromeOptions()
         options.binary_location = chromium
-        for flag in _FLAGS:
+        for flag in (*_FLAGS, *flags):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options, Service(driver))

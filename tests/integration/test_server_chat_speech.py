@@ -171,7 +171,8 @@ def test_it_chats_and_transcribes_but_does_not_translate(
     server: ServerProcess, client: OpenAI
 ) -> None:
     (card,) = client.models.list().data
-    assert card.to_dict()["capabilities"] == ["chat", "completions", "transcription"]
+    expected = ["chat", "completions", "transcription", "realtime"]
+    assert card.to_dict()["capabilities"] == expected
     refused = server.post("/v1/audio/translations", files={"file": ("sound.flac", SPEECH)})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unsupported_route")
     assert "does not translate" in refused.json()["error"]["message"]

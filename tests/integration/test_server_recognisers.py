@@ -173,7 +173,7 @@ def test_how_tokens_are_chosen_can_not_be_asked(
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # OpenAI's own route
 def test_other_routes_name_the_right_one(client: OpenAI, server: ServerProcess) -> None:
     (model,) = httpx.get(server.get_url("/v1/models")).json()["data"]
-    assert model["capabilities"] == ["transcription"]
+    assert model["capabilities"] == ["transcription", "realtime"]
     with pytest.raises(openai.BadRequestError, match=ROUTE):
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hi"}])
     with pytest.raises(openai.BadRequestError, match=ROUTE):

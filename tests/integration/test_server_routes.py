@@ -19,7 +19,7 @@ def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:
         assert model.id == MODEL
         assert model.object == "model"
         assert client.models.retrieve(MODEL).id == MODEL
-        capabilities = ["chat", "completions", "transcription", "translation"]
+        capabilities = ["chat", "completions", "transcription", "translation", "realtime"]
         assert model.to_dict()["capabilities"] == capabilities
     missing = omni_server.get("/v1/models/another")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")

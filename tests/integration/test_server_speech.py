@@ -446,4 +446,4 @@ def test_other_routes_answer_clearly(
 
 def test_the_model_card_says_what_it_can_do(client: OpenAI) -> None:
     (card,) = client.models.list().data
-    assert card.to_dict()["capabilities"] == ["transcription", "translation"]
+    assert card.to_dict()["capabilities"] == ["transcription", "translation", "realtime"]

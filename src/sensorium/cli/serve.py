@@ -79,7 +79,7 @@ def add_demo(commands: Any) -> None:
     """
     demo = commands.add_parser(
         "demo",
-        help="show what a model sees and hears, and what its caches save",
+        help="show what a model sees and takes, and what its caches save",
         description=_DEMO,
         epilog=_DEMO_EPILOG,
     )

@@ -37,8 +37,10 @@ _EXAMPLES = """examples:
   sensorium transcribe rede.flac --model MODEL --language de --task translate
   sensorium transcribe talk.mp3 --url http://localhost:8000
   ffmpeg -i film.mkv -f wav - | sensorium transcribe - --model MODEL
+  arecord -q -t raw -f S16_LE -r 16000 -c 1 | sensorium transcribe --live - --url URL
 """
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s of sound [{elapsed}<{remaining}]"
+_STDIN = "-"
 _KEY_VARIABLE = "OPENAI_API_KEY"
 # Paths of errors that every file would have, because they are of the options.
 _SHARED_PATHS = (("language",), ("prompt",), ("temperature",), ("task",))
@@ -74,6 +76,12 @@ def add_transcribe(commands: Any) -> None:
         "--api-key",
         metavar="KEY",
         help=f"The server's key. Default: ${_KEY_VARIABLE}, if it is set.",
+    )
+    server.add_argument(
+        "--live",
+        action="store_true",
+        help="Transcribe while it is spoken: print words as they come, each turn on a line of its "
+        "own. FILE must be -, with raw audio: PCM of 16 bits, 16 kHz, one channel. It needs --url.",
     )
     flags.add_quiet(parser)
     flags.add_options(parser, "transcribe", *flags.ENGINE_GROUPS)
@@ -136,6 +144,9 @@ def _add_speech_flags(parser: argparse.ArgumentParser) -> None:
 def _transcribe(arguments: argparse.Namespace) -> None:
     """Run the command: transcribe all files, and exit with 1 if one of them failed."""
     _check_usage(arguments)
+    if arguments.live:
+        _run_live(arguments)
+        return
     params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
     sounds, problems = [], []
     for name in dict.fromkeys(arguments.words):  # a file that is given twice is transcribed once
@@ -165,6 +176,8 @@ def _check_usage(arguments: argparse.Namespace) -> None:
     names, form = list(dict.fromkeys(arguments.words)), arguments.format
     if not names:
         arguments.refuse("there is no file: give at least one, or - for stdin")
+    if arguments.live:
+        _check_live_usage(arguments, names)
     if arguments.word_timestamps and form != "verbose_json":
         arguments.refuse("--word-timestamps needs --format verbose_json")
     if arguments.output_dir is None and len(names) > 1 and form != "text":
@@ -179,6 +192,22 @@ def _check_usage(arguments: argparse.Namespace) -> None:
         _check_server_usage(arguments)
     elif arguments.api_key is not None:
         arguments.refuse("--api-key needs --url")
+
+
+def _check_live_usage(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    if names != [_STDIN]:
+        arguments.refuse("--live reads raw audio from stdin: give - as the only file")
+    if arguments.url is None:
+        arguments.refuse(
+            "--live needs a server: start one with sensorium serve, and give its --url"
+        )
+    if arguments.format != "text" or arguments.output_dir is not None:
+        arguments.refuse("--live prints text: leave --format and --output-dir out")
+    if arguments.task != "transcribe":
+        arguments.refuse("--live does not translate")
+    for name in ("temperature", "seed"):
+        if getattr(arguments, name) is not None:
+            arguments.refuse(f"--{name} has no effect with --live: leave it out")
 
 
 def _check_server_usage(arguments: argparse.Namespace) -> None:
@@ -257,6 +286,21 @@ def _write(transcript: Transcript, form: SpeechFormat, has_words: bool) -> str:
     if form == "verbose_json":
         return msgspec.json.encode(as_verbose(transcript, has_words=has_words)).decode() + "\n"
     return as_plain(transcript, form)
+
+
+def _run_live(arguments: argparse.Namespace) -> None:
+    """Transcribe the audio on stdin with a server, while it comes."""
+    from sensorium.cli.live_client import LiveClient
+
+    names = ("model", "language", "prompt")
+    chosen = {name: getattr(arguments, name) for name in names}
+    client = LiveClient(
+        arguments.url,
+        key=arguments.api_key or os.environ.get(_KEY_VARIABLE),
+        fields={name: value for name, value in chosen.items() if value is not None},
+    )
+    if client.run(sys.stdin.fileno()):
+        sys.exit(1)
 
 
 def _run_server(

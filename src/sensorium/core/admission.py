@@ -46,7 +46,15 @@ def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     if num_tokens == 0:
         raise RequestError("the prompt is empty: at least one token is needed", path=("prompt",))
     check_length(num_tokens, limits.max_model_len)
-    _check_features(request.mm_features, num_tokens, limits)
+    stream = request.stream
+    if stream is None:  # the sound of a stream has no place in its prompt
+        _check_features(request.mm_features, num_tokens, limits)
+    elif not stream.is_open and stream.num_heard <= num_tokens:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens, but every token needs a part of the sound, which "
+            f"is long enough for {stream.num_heard}: shorten the prompt, or send a longer sound",
+            path=("prompt",),
+        )
 
 
 def check_length(num_tokens: int, max_model_len: int) -> None:

@@ -17,12 +17,13 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sensorium.core.request import Request
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import get_mm_features_in_window
+from sensorium.types.scheduling import EncoderInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +122,29 @@ class EncoderCacheManager:
         self._add_reference(entry, request.request_id, mm_index)
         self._num_hits += 1
         return True
+
+    def take_items(
+        self,
+        request: Request,
+        *,
+        to_share: Sequence[int],
+        to_encode: Sequence[int],
+        duplicates: Sequence[int],
+    ) -> tuple[EncoderInput, ...]:
+        """Give a request the media items of a window, and return those that a step has to encode.
+
+        `duplicates` are equal to one that is encoded.
+        """
+        # Shared entries come first, so that they are not evicted to make space. Duplicates need the
+        # entry to exist.
+        for mm_index in to_share:
+            self.check_and_update_cache(request, mm_index)
+        for mm_index in to_encode:
+            self.allocate(request, mm_index)
+        for mm_index in duplicates:
+            self.check_and_update_cache(request, mm_index)
+        request.count_encoder_items(encoded=tuple(to_encode), shared=(*to_share, *duplicates))
+        return tuple(EncoderInput(mm_index=i, key=request.get_encoder_key(i)) for i in to_encode)
 
     def count_stored(self, request: Request) -> None:
         """Count the media items of a request as found: the KV cache has their keys and values."""

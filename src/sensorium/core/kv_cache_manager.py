@@ -19,8 +19,11 @@ from dataclasses import dataclass, field
 
 from sensorium.core.block_pool import NULL_BLOCK, BlockPool, BlockPoolStatistics
 from sensorium.core.request import Request
-from sensorium.types.errors import InvariantError
+from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.scheduling import BlockIds, KVCacheGroup, find_cross_group
+
+_MAX_RESERVED = 0.75  # of the blocks of a group, for requests that are never preempted
+_MIN_DROPPED = 32  # blocks that are removed from the tables of such a request at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,8 @@ class KVCacheManager:
         self._cross_group = find_cross_group(self.groups)
         self._tables: dict[str, list[_BlockTable]] = {}  # request id -> a table for each group
         self._num_registered: dict[str, int] = {}  # request id -> its first blocks with names
+        # Request id -> the most blocks that it may need in each group, and that it will get.
+        self._reserved: dict[str, list[int]] = {}
 
     @property
     def num_releases(self) -> int:
@@ -264,9 +269,9 @@ class KVCacheManager:
         """Let later requests reuse the blocks that the computed tokens of a request have filled.
 
         The first `request.num_computed_tokens` tokens are computed. This does nothing if prefix
-        caching is off.
+        caching is off, or for a stream: its blocks depend on its sound.
         """
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.is_stream:
             return
         first = self._num_registered[request.request_id]
         last = request.num_computed_tokens // self.block_size
@@ -277,6 +282,52 @@ class KVCacheManager:
                 if not group.is_cross and table.block_ids[index] != NULL_BLOCK:
                     pool.register(table.block_ids[index], name)
         self._num_registered[request.request_id] = max(first, last)
+
+    def reserve(self, request: Request, max_model_len: int, max_new_tokens: int) -> None:
+        """Set blocks aside for a request that is never preempted, until it is freed.
+
+        Raise a `CapacityError` if all such requests together would need more than
+        `_MAX_RESERVED` of the blocks of a group, or leave too few for one other request. That may
+        have `max_model_len` tokens, and `max_new_tokens` of them in a step.
+        """
+        # No step has more of its tokens than the first one, which computes its prompt.
+        most_new = min(max_model_len, request.num_prompt_tokens + self.block_size)
+        counts = [self._num_blocks_at_most(group, max_model_len, most_new) for group in self.groups]
+        for index, (count, pool) in enumerate(zip(counts, self._pools, strict=True)):
+            total = count + sum(others[index] for others in self._reserved.values())
+            other = self._num_blocks_at_most(self.groups[index], max_model_len, max_new_tokens)
+            if total > min(_MAX_RESERVED * pool.capacity, pool.capacity - other):
+                raise CapacityError(
+                    f"the sounds that are being listened to ({len(self._reserved)}) have set aside "
+                    "as much of the KV cache as they may: try again later, or start the engine "
+                    "with a larger kv_cache_memory_bytes"
+                )
+        self._reserved[request.request_id] = counts
+
+    def has_room(self, request: Request, num_tokens: int) -> bool:
+        """Return whether a request without blocks could get those of its first tokens now."""
+        counts = self._count_blocks(request, num_tokens)
+        return all(n <= pool.num_free for n, pool in zip(counts, self._pools, strict=True))
+
+    def has_passed(self, request: Request) -> bool:
+        """Return whether all windows have passed so many blocks that `drop_passed` drops them."""
+        num_tokens = request.num_computed_tokens
+        return all(
+            self._first_live_block(group, num_tokens) >= _MIN_DROPPED for group in self.groups
+        )
+
+    def drop_passed(self, request: Request) -> int:
+        """Remove the blocks before all windows from the tables of a request.
+
+        Return how many tokens they had. The tokens behind them count from 0 again.
+        """
+        tables = self._tables[request.request_id]
+        self._release_passed(tables, request.num_computed_tokens)
+        count = min(table.num_passed for table in tables)
+        for table in tables:
+            del table.block_ids[:count]
+            table.num_passed -= count
+        return count * self.block_size
 
     def commit_media(self, request: Request) -> None:
         """Let later requests reuse the blocks of a request's media, which its first step filled.
@@ -296,6 +347,7 @@ class KVCacheManager:
         The blocks at its end are evicted before those at its beginning, which other requests are
         more likely to share.
         """
+        self._reserved.pop(request_id, None)
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return

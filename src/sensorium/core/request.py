@@ -13,7 +13,7 @@ import struct
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -81,6 +81,9 @@ class Request:
         self.num_computed_tokens = 0  # in the steps that have ended
         self.num_scheduled_tokens = 0  # also with the step that is under way
         self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
+        self.num_dropped = 0  # first tokens that `token_ids` has no more
+        self._dropped: list[int] = []  # these tokens, of a request that can be computed again
+        self._num_restored = 0  # first tokens that were dropped, and then were needed again
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
         # Layers with cross-attention have the keys and values of its media, and need no more.
@@ -93,6 +96,10 @@ class Request:
         # Prompt positions with log-probabilities so far; None: the caller doesn't want them.
         has_scores = self.sampling_params.prompt_logprobs is not None
         self.num_scored_tokens: int | None = 0 if has_scores else None
+        stream = core_request.stream
+        # The number of positions with a part of a sound that goes on; infinite without one.
+        self.num_heard: float = math.inf if stream is None else stream.num_heard
+        self.is_open = stream is not None and stream.is_open  # more of the sound may come
         self._num_items_counted = 0
         self._block_size = block_size
         self._long_after = long_after
@@ -104,23 +111,67 @@ class Request:
         self._max_num_tokens = (
             math.inf if max_tokens is None else self.num_prompt_tokens + max_tokens
         )
-        speech = self.sampling_params.speech
-        # The host has to know each token before it can tell which may come next.
-        self._is_token_read = (
-            self.sampling_params.has_penalties
-            or self.sampling_params.structured_outputs is not None
-            or (speech is not None and speech.timestamps is not None)
-            or any(len(sequence) > 1 for sequence in core_request.bans.sequences)
-        )
+        self._is_token_read = _is_token_read(core_request)
 
     @property
     def num_cross_positions(self) -> int:
         """The number of positions that layers with cross-attention attend to."""
-        return sum(feature.mm_position.get_num_embeds() for feature in self.mm_features)
+        return self.count_embeds(range(len(self.mm_features)))
+
+    def count_embeds(self, mm_indices: Iterable[int]) -> int:
+        """Return how many embeddings some of the media items have together."""
+        return sum(self.mm_features[i].mm_position.get_num_embeds() for i in mm_indices)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the request takes a sound while it goes on."""
+        return self.core_request.stream is not None
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """The number of tokens that can be computed: those with their part of the sound."""
+        return int(min(len(self.token_ids) + self.num_due_tokens, self.num_heard))
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether all that was heard is computed, and the request waits for more of the sound."""
+        is_idle = not self.num_due_tokens and self.num_computed_tokens >= self.num_heard
+        return self.is_open and is_idle
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Whether the sound has ended, and all tokens that it may have are known."""
+        is_over = not self.is_open and len(self.token_ids) >= self.num_heard
+        return is_over and not self.num_due_tokens
+
+    def drop_tokens(self, count: int) -> None:
+        """Forget the first tokens, which no layer attends to any more, and renumber the others."""
+        # The names of its blocks are never asked for: they would depend on the sound.
+        if self.mm_features:  # its whole sound is there, so it may be preempted
+            self._dropped += self.token_ids[:count]
+        del self.token_ids[:count]
+        self.num_computed_tokens -= count
+        self.num_scheduled_tokens -= count
+        self._renumber(count)
+        self._num_restored = max(0, self._num_restored - count)
+
+    def set_back(self) -> None:
+        """Let all tokens be computed again, also those that were dropped."""
+        self.num_computed_tokens = self.num_scheduled_tokens = self.num_due_tokens = 0
+        if self.num_dropped:
+            self.token_ids[:0] = self._dropped
+            self._dropped = []
+            self._num_restored += self.num_dropped
+            self._renumber(-self.num_dropped)
+
+    def _renumber(self, count: int) -> None:
+        self.num_prompt_tokens -= count
+        self.num_heard -= count
+        self.num_dropped += count
 
     def must_wait(self, max_model_len: int) -> bool:
         """Return whether a request with a due token can't be in a step before the token is known.
@@ -132,7 +183,7 @@ class Request:
         num_tokens = len(self.token_ids) + self.num_due_tokens
         return (
             self._is_token_read
-            or num_tokens >= self._max_num_tokens
+            or num_tokens + self.num_dropped >= self._max_num_tokens
             or num_tokens >= max_model_len
             or (self._long_after is not None and self._has_long(num_tokens) != self.is_long)
         )
@@ -146,7 +197,8 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether all tokens but the last one are computed, or are in the step under way."""
         num_tokens = len(self.token_ids) + self.num_due_tokens
-        return self.num_scheduled_tokens == num_tokens - 1 >= self.num_prompt_tokens
+        is_ready = num_tokens <= self.num_heard
+        return is_ready and self.num_scheduled_tokens == num_tokens - 1 >= self.num_prompt_tokens
 
     @property
     def is_long(self) -> bool:
@@ -172,8 +224,11 @@ class Request:
         """The number of leading tokens that may be taken from the prefix cache.
 
         The last token must always be computed, and so must every prompt token with a
-        log-probability that is still to be returned.
+        log-probability that is still to be returned. Those of a stream depend on its sound, and are
+        never taken.
         """
+        if self.is_stream:
+            return 0
         if self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1:
             return self.num_tokens - 1
         return self.num_scored_tokens
@@ -283,7 +338,11 @@ class Request:
                 return FinishReason.STOP, token_id
         if is_complete:
             return FinishReason.STOP, None
-        if len(self.token_ids) >= min(self._max_num_tokens, max_model_len):
+        if not self.is_open and len(self.token_ids) >= self.num_heard:
+            return FinishReason.STOP, None
+        if len(self.token_ids) + self.num_dropped >= self._max_num_tokens:
+            return FinishReason.LENGTH, None
+        if len(self.token_ids) - self._num_restored >= max_model_len:
             return FinishReason.LENGTH, None
         return None
 
@@ -362,6 +421,17 @@ class SchedulerCounters:
         if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
             self.num_prompt_tokens += request.num_prompt_tokens
             self.num_cached_prompt_tokens += request.num_cached_tokens or 0
+
+
+def _is_token_read(request: EngineCoreRequest) -> bool:
+    """Return whether the host has to know each token before it can tell which may come next."""
+    params, speech = request.sampling_params, request.sampling_params.speech
+    return (
+        params.has_penalties
+        or params.structured_outputs is not None
+        or (speech is not None and speech.timestamps is not None)
+        or any(len(sequence) > 1 for sequence in request.bans.sequences)
+    )
 
 
 def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:

@@ -14,9 +14,9 @@ Invariants:
      they encode nothing, while there is something else to do.
   8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
   9. A step may be planned while the one before it is under way; a request may be in both. The
-     worker computes one after the other. So the next step may be given blocks that the one under
-     way still reads or writes.
+     worker computes one after the other, so the next step may get blocks that are still in use.
  10. The results of a request that has ended, or was started anew, are dropped.
+ 11. A live request is never preempted: its sound is gone, so a seat and blocks are set aside.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from operator import attrgetter
 from sensorium.core.admission import Limits, check_growth, check_request, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
+from sensorium.core.listeners import Listeners
 from sensorium.core.request import Rank, Request, RequestStatus, SchedulerCounters
 from sensorium.core.seat_shares import SeatShares
-from sensorium.core.window_planner import Shortage, Step, WindowPlan, WindowPlanner
+from sensorium.core.window_planner import Carryover, Shortage, Step, WindowPlan, WindowPlanner
 from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 from sensorium.types.scheduling import (
     BlockIds,
-    EncoderInput,
     ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
-    StartedRequest,
 )
 
 _rank_of = attrgetter("rank")
+_FIRST = -(2**62)  # before all priorities
 
 
 class Scheduler:
@@ -67,6 +67,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
         self.waiting: list[Request] = []  # in the order of service
+        self.listeners = Listeners(kv_cache, max_num_open=max(1, limits.max_num_seqs - 1))
         self.counters = SchedulerCounters()
         self._policy = policy
         self._clock = clock
@@ -75,10 +76,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_runs = 0
         self._stopped: list[str] = []
-        # The request with a media span that did not fit into the last step, and its tokens.
-        self._deferred: tuple[str, int] | None = None
-        # Embeddings that were encoded beyond the budgets of the steps so far.
-        self._encoder_debt = 0
+        self._carryover = Carryover()
         # The rank of the waiting request that found no room, and the releases until then.
         self._blocked: tuple[Rank, int] | None = None
 
@@ -91,17 +89,45 @@ class Scheduler:
         check_request(core_request, self.limits)
         spans = get_unsplittable_spans(core_request.mm_features, self.limits)
         check_growth(core_request, self.limits, spans, self.kv_cache)
+        priority = core_request.priority if self._policy == "priority" else 0
+        priority = _FIRST if core_request.is_live else priority  # it can't wait for others
         request = Request(
             core_request,
-            rank=(core_request.priority if self._policy == "priority" else 0, self._num_arrivals),
+            rank=(priority, self._num_arrivals),
             block_size=self.kv_cache.block_size,
             spans=spans,
             arrived=self._clock(),
             long_after=self.limits.long_after,
         )
+        if request.is_open:
+            self.listeners.admit(request, self.limits)
+        self.listeners.hold_up_others = False  # it may be another's turn
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        insort(self.waiting, request, key=_rank_of)
+        if request.num_heard:
+            insort(self.waiting, request, key=_rank_of)
+        else:
+            self.listeners.add(request)
+
+    def append_sound(
+        self, request_id: str, num_positions: int, *, is_last: bool = False
+    ) -> EngineCoreOutput | None:
+        """Let a request go on with as many positions more of its sound.
+
+        Return its last output if it ends with this. An unknown request is ignored.
+        """
+        if (request := self.requests.get(request_id)) is None or not request.is_open:
+            return None
+        request.num_heard += num_positions
+        request.is_open = not is_last
+        if request.has_heard_all:
+            self._end(request, FinishReason.STOP)
+            return request.make_output(FinishReason.STOP, self._clock())
+        if request_id in self.listeners and request.num_heard > request.num_computed_tokens:
+            self.listeners.remove(request_id)
+            is_running = request.status is RequestStatus.RUNNING
+            insort(self.running if is_running else self.waiting, request, key=_rank_of)
+        return None
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
         """End a request early and return its last output, or `None` if it has ended already."""
@@ -109,7 +135,8 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.requests)
+        """Whether a step has something to do: not all requests listen, or wait for those."""
+        return len(self.requests) > len(self.listeners) and not self.listeners.hold_up_others
 
     # ---- deciding a step
 
@@ -127,15 +154,16 @@ class Scheduler:
             # The step only preempted requests, or reserved tokens for a request that could not use
             # them, or there is nothing to do but to encode.
             if step.is_encoder_resting and not step.is_short_of_blocks:
-                self._encoder_debt = 0
+                self._carryover.end_rest()
             step = self._fill_step()
-        debt = self._encoder_debt + step.num_encoder_embeds - self.limits.max_num_encoder_embeds
-        self._encoder_debt = max(0, debt)
+        self.listeners.note_step(is_idle=not step.scheduled and not self.running)
+        self._carryover.add_encoded(step, self.limits.max_num_encoder_embeds)
         return self._make_output(step)
 
     def _fill_step(self) -> Step:
         self._make_room_for_others()
-        step = self._begin_step()
+        self._make_room_for_sound()
+        step = self._carryover.begin(self.limits, self._can_go_on)
         resting = self._shares.get_resting(self.running)
         for request in [r for r in self.running if r.request_id not in resting]:
             if request.status is RequestStatus.RUNNING:
@@ -144,9 +172,7 @@ class Scheduler:
         while self.waiting and self._can_start(step):
             if not self._schedule_waiting(self._shares.get_next(self.waiting), step):
                 break
-        # A deferred span keeps its turn while the encoders rest.
-        kept = self._deferred if step.is_encoder_resting else None
-        self._deferred = kept or step.deferred
+        self._carryover.take_deferred(step)
         return step
 
     def _make_room_for_others(self) -> None:
@@ -157,30 +183,32 @@ class Scheduler:
         blocked_rank = None if self._blocked is None else self._blocked[0]
         is_next_blocked = self._shares.get_next(self.waiting).rank == blocked_rank
         for request in self._shares.get_surplus(
-            self.running, self.waiting, is_next_blocked=is_next_blocked
+            self.running, self.waiting, num_free=0 if is_next_blocked else self._num_free_seats
         ):
             self._preempt(request)
 
-    def _begin_step(self) -> Step:
-        """Start a step, and reserve tokens for a media span that did not fit into the last one."""
-        step = Step(
-            max_num_tokens=self.limits.max_num_batched_tokens,
-            is_encoder_resting=self._encoder_debt > 0,
-        )
-        if step.is_encoder_resting:
-            return step
-        request_id, num_tokens = self._deferred or ("", 0)
-        request = self.requests.get(request_id)
-        if request is not None and (request.status is RequestStatus.RUNNING or self._has_seat()):
-            step.reserved_for = request_id
-            step.num_reserved_tokens = num_tokens
-        return step
+    def _make_room_for_sound(self) -> None:
+        """Preempt requests for a live one, which has a seat and blocks set aside."""
+        first = self.waiting[0] if self.waiting else None
+        if first is None or not first.core_request.is_live:
+            return
+        while self.running and not self.running[-1].core_request.is_live:
+            if self._num_free_seats > 0 and self.kv_cache.has_room(first, first.num_ready_tokens):
+                return
+            self._preempt(self.running[-1])
 
-    def _has_seat(self) -> bool:
-        return len(self.running) < self.limits.max_num_seqs
+    def _can_go_on(self, request_id: str) -> bool:
+        """Return whether a request runs, or could start now."""
+        request = self.requests.get(request_id)
+        has_seat = self._num_free_seats > 0
+        return request is not None and (request.status is RequestStatus.RUNNING or has_seat)
+
+    @property
+    def _num_free_seats(self) -> int:
+        return self.limits.max_num_seqs - len(self.running) - len(self.listeners)
 
     def _can_start(self, step: Step) -> bool:
-        return self._has_seat() and step.num_tokens_left > 0 and not step.is_short_of_blocks
+        return self._num_free_seats > 0 and step.num_tokens_left > 0 and not step.is_short_of_blocks
 
     def _schedule_running(self, request: Request, step: Step) -> None:
         if request.request_id == step.reserved_for:
@@ -188,17 +216,21 @@ class Scheduler:
         if request.num_due_tokens and request.must_wait(self.limits.max_model_len):
             step.has_waiting = True
             return
+        if request.is_stream and self.kv_cache.has_passed(request):
+            if request.num_scheduled_tokens > request.num_computed_tokens:
+                step.has_waiting = True  # it is renumbered when the step under way has ended
+                return
+            self.listeners.drop_passed(request)
         start = request.num_scheduled_tokens
         if start % self.kv_cache.block_size and request.is_decoding and step.num_tokens_left:
             # Most requests of most steps: one token more, for which there is a block.
-            self._commit_tokens(request, start + 1, step)
+            step.add_tokens(request, start + 1)
             return
         plan = self._plan(request, start, step)
-        if plan.is_empty:
-            return
-        block_ids = self._allocate_or_preempt(request, plan.end, step)
-        if block_ids is not None:
-            self._commit(request, plan, block_ids, step)
+        if not plan.is_empty:
+            block_ids = self._allocate_or_preempt(request, plan.end, step)
+            if block_ids is not None:
+                self._commit(request, plan, block_ids, step)
 
     def _schedule_waiting(self, request: Request, step: Step) -> bool:
         # Looking for a prefix takes time in proportion to the prompt. It is not repeated in every
@@ -237,14 +269,7 @@ class Scheduler:
                 self.counters.add_lookup(request)
         if request.has_media:
             self.encoder_cache.count_stored(request)
-        step.started.append(
-            StartedRequest(
-                request=request.core_request,
-                output_token_ids=request.output_token_ids,
-                is_long=request.is_long,
-                has_media=request.has_media,
-            )
-        )
+        step.add_started(request)
 
     def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
         plan = self._planner.get_plan(request, start, step)
@@ -276,57 +301,21 @@ class Scheduler:
         self.running.remove(request)
         self._release(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = request.num_scheduled_tokens = request.num_due_tokens = 0
+        request.set_back()
         insort(self.waiting, request, key=_rank_of)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
-        encoder_inputs = self._commit_encoder_inputs(request, plan, step)
-        self._commit_tokens(request, plan.end, step, block_ids, encoder_inputs)
-
-    def _commit_tokens(
-        self,
-        request: Request,
-        end: int,
-        step: Step,
-        block_ids: BlockIds = (),
-        encoder_inputs: tuple[EncoderInput, ...] = (),
-    ) -> None:
-        start = request.num_scheduled_tokens
-        is_sampled = end == request.num_tokens + request.num_due_tokens
-        step.num_tokens += end - start
-        step.scheduled[request.request_id] = ScheduledRequest(
-            request_id=request.request_id,
-            run=request.run,
-            num_computed_tokens=start,
-            num_new_tokens=end - start,
-            new_block_ids=block_ids,
-            is_sampled=is_sampled,
-            encoder_inputs=encoder_inputs,
+        encoder_inputs = self.encoder_cache.take_items(
+            request, to_share=plan.to_share, to_encode=plan.to_encode, duplicates=plan.duplicates
         )
-        request.num_scheduled_tokens = end
-        request.num_due_tokens += is_sampled
-
-    def _commit_encoder_inputs(
-        self, request: Request, plan: WindowPlan, step: Step
-    ) -> tuple[EncoderInput, ...]:
-        # Shared entries come first, so that they are not evicted to make space. Duplicates need the
-        # entry to exist.
-        for mm_index in plan.to_share:
-            self.encoder_cache.check_and_update_cache(request, mm_index)
-        for mm_index in plan.to_encode:
-            self.encoder_cache.allocate(request, mm_index)
-            step.num_encoder_embeds += request.mm_features[mm_index].mm_position.get_num_embeds()
-        for mm_index in plan.duplicates:
-            self.encoder_cache.check_and_update_cache(request, mm_index)
-        request.count_encoder_items(encoded=plan.to_encode, shared=plan.to_share + plan.duplicates)
-        return tuple(
-            EncoderInput(mm_index=i, key=request.get_encoder_key(i)) for i in plan.to_encode
-        )
+        step.num_encoder_embeds += request.count_embeds(plan.to_encode)
+        step.add_tokens(request, plan.end, block_ids, encoder_inputs)
 
     def _make_output(self, step: Step) -> SchedulerOutput:
         stopped, self._stopped = tuple(self._stopped), []
         self.counters.num_scheduled_tokens += step.num_tokens
-        return step.make_output(stopped, self.encoder_cache.take_freed_keys())
+        freed = self.encoder_cache.take_freed_keys()
+        return step.make_output(stopped, self.listeners.take_dropped(), freed)
 
     # ---- taking the results of a step
 
@@ -359,7 +348,13 @@ class Scheduler:
             elif prompt_logprobs:
                 name = request.request_id
                 outputs.append(EngineCoreOutput(request_id=name, prompt_logprobs=prompt_logprobs))
+            self._listen_if_idle(request)
         return outputs
+
+    def _listen_if_idle(self, request: Request) -> None:
+        if request.is_listening and request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            self.listeners.add(request)
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
         """End all requests of a step that failed in the worker, and return their last outputs.
@@ -369,6 +364,8 @@ class Scheduler:
         already: what it uses is not listed.
         """
         failed = [self._get_scheduled(scheduled) for scheduled in output.scheduled]
+        # The worker may not have renumbered the tokens of these.
+        failed += [self.requests.get(request_id) for request_id, _ in output.dropped_tokens]
         dropped = [*output.freed_encoder_keys]
         for scheduled in output.scheduled:
             for encoder_input in scheduled.encoder_inputs:
@@ -397,8 +394,7 @@ class Scheduler:
         for encoder_input in scheduled.encoder_inputs:
             if encoder_input.key not in result.failed_encodes:
                 self.encoder_cache.mark_computed(encoder_input.key)
-        request = self._get_scheduled(scheduled)
-        if request is not None:
+        if (request := self._get_scheduled(scheduled)) is not None:
             request.encode_s += result.encode_s
 
     def _fail_requests(
@@ -485,7 +481,9 @@ class Scheduler:
         return request.make_output(reason, self._clock(), error=error)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        (self.running if request.status is RequestStatus.RUNNING else self.waiting).remove(request)
+        if not self.listeners.forget(request.request_id):
+            is_running = request.status is RequestStatus.RUNNING
+            (self.running if is_running else self.waiting).remove(request)
         self._release(request)
         request.status = RequestStatus.FINISHED
         self.counters.finished[reason] += 1

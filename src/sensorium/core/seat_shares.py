@@ -35,7 +35,6 @@ class SeatShares:
     """
 
     def __init__(self, max_num_seqs: int) -> None:
-        self._max_num_seqs = max_num_seqs
         self._share = max(1, max_num_seqs // 2)
         self._step_share = max(1, max_num_seqs // 4)
         self._num_held: Counter[str] = Counter()  # group -> its requests that run
@@ -72,18 +71,17 @@ class SeatShares:
         return waiting[0]
 
     def get_surplus(
-        self, running: Sequence[Request], waiting: Sequence[Request], *, is_next_blocked: bool
+        self, running: Sequence[Request], waiting: Sequence[Request], *, num_free: int
     ) -> list[Request]:
         """Return the running requests that must give up their seats to other client calls.
 
         They are the latest requests of the client call that holds more than its share of the seats:
         one for each waiting request of another call that is entitled to a seat and finds none.
-        `is_next_blocked` means that the next waiting request could not start for lack of memory;
-        then the free seats are not counted as available.
+        `num_free` is the number of free seats. It is 0 if the next waiting request could not start
+        for lack of memory.
         """
         if self._largest is None or not waiting:
             return []
-        num_free = 0 if is_next_blocked else self._max_num_seqs - len(running)
         num_over = self._num_held[self._largest] - self._share
         own = [request for request in running if request.group == self._largest]
         urgent = takewhile(lambda r: _get_urgency(r) <= _get_urgency(own[0]), waiting)
@@ -105,7 +103,9 @@ class SeatShares:
         resting: set[str] = set()
         urgencies = {request.group: _get_urgency(request) for request in running}
         for group in [g for g, num_held in self._num_held.items() if num_held > self._step_share]:
-            urgency = urgencies[group]
+            urgency = urgencies.get(group)
+            if urgency is None:  # none of its requests has work
+                continue
             if any(g != group and other <= urgency for g, other in urgencies.items()):
                 own = [r for r in running if r.group == group]
                 decoding = [r for r in own if r.num_computed_tokens == r.num_tokens - 1]

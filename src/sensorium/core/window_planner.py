@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -18,7 +19,13 @@ from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.request import Request
 from sensorium.types.multimodal import get_mm_features_in_window
-from sensorium.types.scheduling import ScheduledRequest, SchedulerOutput, StartedRequest
+from sensorium.types.scheduling import (
+    BlockIds,
+    EncoderInput,
+    ScheduledRequest,
+    SchedulerOutput,
+    StartedRequest,
+)
 
 
 class Shortage(Enum):
@@ -60,14 +67,52 @@ class Step:
     def num_tokens_left(self) -> int:
         return max(0, self.max_num_tokens - self.num_tokens - self.num_reserved_tokens)
 
+    def add_started(self, request: Request) -> None:
+        """Record that a request starts in this step."""
+        self.started.append(
+            StartedRequest(
+                request=request.core_request,
+                output_token_ids=request.output_token_ids,
+                is_long=request.is_long,
+                has_media=request.has_media,
+            )
+        )
+
+    def add_tokens(
+        self,
+        request: Request,
+        end: int,
+        block_ids: BlockIds = (),
+        encoder_inputs: tuple[EncoderInput, ...] = (),
+    ) -> None:
+        """Give a request work in this step: its tokens before `end` that are not scheduled yet."""
+        start = request.num_scheduled_tokens
+        is_sampled = end == request.num_tokens + request.num_due_tokens
+        self.num_tokens += end - start
+        self.scheduled[request.request_id] = ScheduledRequest(
+            request_id=request.request_id,
+            run=request.run,
+            num_computed_tokens=start,
+            num_new_tokens=end - start,
+            new_block_ids=block_ids,
+            is_sampled=is_sampled,
+            encoder_inputs=encoder_inputs,
+        )
+        request.num_scheduled_tokens = end
+        request.num_due_tokens += is_sampled
+
     def make_output(
-        self, stopped_request_ids: tuple[str, ...], freed_encoder_keys: tuple[str, ...]
+        self,
+        stopped_request_ids: tuple[str, ...],
+        dropped_tokens: tuple[tuple[str, int], ...],
+        freed_encoder_keys: tuple[str, ...],
     ) -> SchedulerOutput:
         """Return the plan of this step for the worker, which also drops what is given here."""
         return SchedulerOutput(
             scheduled=tuple(self.scheduled.values()),
             started=tuple(self.started),
             stopped_request_ids=stopped_request_ids,
+            dropped_tokens=dropped_tokens,
             freed_encoder_keys=freed_encoder_keys,
             num_scheduled_tokens=self.num_tokens,
         )
@@ -94,6 +139,47 @@ class WindowPlan:
         return self.end <= self.start
 
 
+class Carryover:
+    """What a step leaves to the next ones: a media span that did not fit, and encoders that rest.
+
+    The encoders rest after a step that encoded more than its budget.
+    """
+
+    def __init__(self) -> None:
+        # The request with a media span that did not fit into the last step, and its tokens.
+        self._deferred: tuple[str, int] | None = None
+        # Embeddings that were encoded beyond the budgets of the steps so far.
+        self._encoder_debt = 0
+
+    def begin(self, limits: Limits, can_go_on: Callable[[str], bool]) -> Step:
+        """Return a new step, in which tokens are reserved for the span that did not fit.
+
+        `can_go_on` tells whether a request runs or can start.
+        """
+        step = Step(
+            max_num_tokens=limits.max_num_batched_tokens,
+            is_encoder_resting=self._encoder_debt > 0,
+        )
+        request_id, num_tokens = self._deferred or ("", 0)
+        if not step.is_encoder_resting and can_go_on(request_id):
+            step.reserved_for = request_id
+            step.num_reserved_tokens = num_tokens
+        return step
+
+    def take_deferred(self, step: Step) -> None:
+        """Remember the span that did not fit. One keeps its turn while the encoders rest."""
+        kept = self._deferred if step.is_encoder_resting else None
+        self._deferred = kept or step.deferred
+
+    def add_encoded(self, step: Step, budget: int) -> None:
+        """Count the embeddings that a step encodes against its budget."""
+        self._encoder_debt = max(0, self._encoder_debt + step.num_encoder_embeds - budget)
+
+    def end_rest(self) -> None:
+        """Let the encoders work again, because there is nothing else to do."""
+        self._encoder_debt = 0
+
+
 class WindowPlanner:
     """A planner that decides which tokens of a request the next step may compute.
 
@@ -110,8 +196,10 @@ class WindowPlanner:
 
         The plan is empty, with the reason in `shortage`, if none of them fit.
         """
-        num_tokens = request.num_tokens + request.num_due_tokens
-        end = min(num_tokens, start + step.num_tokens_left)
+        # A request that dropped tokens and is computed again has more of them than the model takes
+        # at once. They are dropped again before it goes on.
+        ready = min(request.num_ready_tokens, self._limits.max_model_len)
+        end = min(ready, start + step.num_tokens_left)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
         end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)
@@ -159,6 +247,8 @@ class WindowPlanner:
         limits = self._limits
         has_media = request.has_media or start > 0  # this matters for encoder-decoder models only
         if not request.mm_features or (limits.is_encoder_decoder and has_media):
+            return end
+        if request.is_stream:  # its sound is encoded while it goes on, and never cached
             return end
         lo, hi = get_mm_features_in_window(
             request.mm_features, start, end, is_encoder_decoder=limits.is_encoder_decoder

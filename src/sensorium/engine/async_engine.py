@@ -12,8 +12,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sensorium.engine.build.frontend import Perception
 from sensorium.engine.core_process import CoreInfo
@@ -22,6 +23,7 @@ from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.preparation import BeginPerceiving, Preparation
 from sensorium.engine.inputs.renderer import Chat, Renderer
+from sensorium.engine.sound_request import SoundRequest
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
     CapacityError,
@@ -34,6 +36,9 @@ from sensorium.types.multimodal import MissingItems
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.request import EngineCoreOutput, Prompt
 from sensorium.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -226,16 +231,56 @@ class AsyncEngine:
         error.
         """
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
-            while True:
-                await reader.wait()
-                delta = reader.last or self._driver.outputs.take_delta(core_id)
-                if delta is not None:
-                    final = None if delta.final is None else _finish(delta.final, request_id)
-                    yield replace(delta, request_id=request_id, final=final)
-                    if final is not None:
-                        return
-                if reader.error is not None:
-                    raise reader.error
+            async for delta in self._read_deltas(core_id, reader, request_id):
+                yield delta
+
+    async def _read_deltas(
+        self, core_id: str, reader: _Reader, request_id: str
+    ) -> AsyncIterator[RequestDelta]:
+        """Yield the deltas of a request that runs, until its last one. Raise its error."""
+        while True:
+            await reader.wait()
+            delta = reader.last or self._driver.outputs.take_delta(core_id)
+            if delta is not None:
+                final = None if delta.final is None else _finish(delta.final, request_id)
+                yield replace(delta, request_id=request_id, final=final)
+                if final is not None:
+                    return
+            if reader.error is not None:
+                raise reader.error
+
+    async def open_sound(
+        self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
+    ) -> SoundRequest:
+        """Start a request that takes a sound while it goes on, when the core has accepted it.
+
+        `delay_ms` is how far the text is behind the sound. The caller has to close the request.
+        """
+        self._get_client()
+        core_id = f"{self._identity}.{next(self._ids)}"
+        prepared, stream = self.renderer.begin_stream(params, request_id=core_id, delay_ms=delay_ms)
+        delivery = self._driver.start(prepared, is_streamed=True)
+        reader = self._readers[core_id] = _Reader()
+        try:
+            # The core must know the request before its sound comes.
+            await self._carry_out(core_id, delivery)
+            if reader.error is not None:
+                raise reader.error
+        except BaseException:
+            self._abort(core_id)
+            raise
+        return SoundRequest(
+            stream,
+            send=partial(self._append_sound, core_id),
+            deltas=self._read_deltas(core_id, reader, request_id),
+            abort=partial(self._abort, core_id),
+        )
+
+    def _append_sound(self, core_id: str, features: torch.Tensor | None, is_last: bool) -> None:
+        """Send more of a sound to the core. It is dropped if its request has ended."""
+        if self._client is not None and self._driver.outputs.has_request(core_id):
+            array = None if features is None else features.numpy()
+            self._client.append_sound(core_id, array, is_last=is_last)
 
     @asynccontextmanager
     async def render(

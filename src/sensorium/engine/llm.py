@@ -36,6 +36,7 @@ from sensorium.engine.speech.batch import (
 )
 from sensorium.engine.speech.models import read_speech_model
 from sensorium.models.checkpoint import blame_checkpoint
+from sensorium.multimodal.processing.sound_streams import can_chat
 from sensorium.render.prompts import as_params, as_prompts
 from sensorium.speech.transcript import Transcript, TranscriptDelta
 from sensorium.types.errors import RequestError, SensoriumError
@@ -149,7 +150,7 @@ class LLM:
         `sensorium.engine.inputs.renderer.ChatKwargs`. Errors are handled as in `generate`.
         """
         chats = make_chats(messages, options)
-        if self.input_processor.processor.beside is not None:
+        if not can_chat(self.input_processor.processor.beside):
             raise RequestError("this model only writes down speech: use `LLM.transcribe`")
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
 

@@ -66,6 +66,7 @@ class ModelAdapter:
     bidirectional_modalities: frozenset[str] = frozenset()
     # True: they do so only in layers with a window; in the others attention is causal.
     has_causal_full_layers = False
+    is_streaming = False  # whether every token has a part of a sound, which may still go on
     # The most media positions that a request attends to by cross-attention. 0: there is none.
     max_cross_positions = 0
     # Layer with cross-attention -> its heads that align the text with a sound.
@@ -122,6 +123,10 @@ class ModelAdapter:
             return self.embedding(input_ids)[None], {}
         embeds = self.embedding(input_ids.index_fill(0, mm_index, 0))
         return embeds.index_copy(0, mm_index, mm_embeds.to(embeds.dtype))[None], {}
+
+    def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:  # noqa: ARG002
+        """Return further decoder arguments for tokens that are so far behind their sound."""
+        return {}
 
     def forward(
         self,

@@ -19,6 +19,7 @@ from sensorium.models.adapter import ModelAdapter
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.media_batches import gather_arguments
 from sensorium.models.recogniser import RecogniserAdapter
+from sensorium.models.streaming import StreamingAdapter
 from sensorium.types.families import FAMILIES
 from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
 
@@ -192,6 +193,7 @@ OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
     "unispeech": RecogniserAdapter,
     "unispeech-sat": RecogniserAdapter,
     "sew": RecogniserAdapter,
+    "voxtral_realtime": StreamingAdapter,
     "gemma3": Gemma3Adapter,
     "gemma4": Gemma4Adapter,
     "qwen2_5_omni_thinker": Qwen25OmniAdapter,

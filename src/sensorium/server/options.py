@@ -16,7 +16,7 @@ from sensorium.types.errors import RequestError
 from sensorium.types.options import SERVE, SERVERS, option
 from sensorium.types.sampling import MAX_N
 
-_MAX_FRONTENDS = 64
+MAX_FRONTENDS = 64
 _MAX_TIMEOUT_S = 86_400.0
 _MAX_SHM_MEMBERS = 256  # processes that can share the memory of a cache
 _option = partial(option, commands=SERVERS)  # an option of `serve` and `render`
@@ -49,7 +49,7 @@ class ServeOptions:
         1,
         default_text="1; with a GPU one for every 4 cores, at most 4, if memory can be shared",
         least=1,
-        most=_MAX_FRONTENDS,
+        most=MAX_FRONTENDS,
         metavar="N",
         help="The number of frontends: processes that serve HTTP and process media. With more than "
         "one, processed media is kept in shared memory.",
@@ -129,6 +129,26 @@ class ServeOptions:
         60.0,
         help="The time for which a client may read nothing of what waits for it. Then its "
         "connection and its request are ended. 0 turns this off.",
+    )
+    max_realtime_sessions: int = _option(
+        64,
+        least=1,
+        metavar="N",
+        commands=SERVE,
+        help="The most sessions at /v1/realtime at once, in all frontends together. Each also "
+        "counts as a request. More are refused with 429.",
+    )
+    realtime_idle_timeout: float = _seconds(
+        300.0,
+        commands=SERVE,
+        help="The time after which a session at /v1/realtime is closed if its client sends nothing "
+        "and nothing is sent to it. 0 turns this off.",
+    )
+    realtime_max_session: float = _seconds(
+        21_600.0,
+        commands=SERVE,
+        help="The longest time of a session at /v1/realtime. What was said by then is still "
+        "transcribed. 0 turns this off.",
     )
     chat_template: str | None = _option(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sensorium.speech.transcript import Task
+from sensorium.types.errors import RequestError
 from sensorium.types.sampling import SamplingParams
 
 
@@ -26,3 +27,19 @@ class SpeechOptions:
     needs_words: bool = False  # times of words are wanted
     needs_logprobs: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+def check_sound_alone(options: SpeechOptions) -> None:
+    """Raise a `RequestError` if a model is asked for a task, a prompt or a language.
+
+    This is for models that take nothing but the sound.
+    """
+    if options.task != "transcribe":
+        raise RequestError("this model does not translate: use transcribe", path=("task",))
+    if options.prompt:
+        raise RequestError("this model takes no prompt: leave it out", path=("prompt",))
+    if options.language is not None:
+        raise RequestError(
+            "this model can't be told a language, it writes down what it takes: leave it out",
+            path=("language",),
+        )

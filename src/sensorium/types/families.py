@@ -136,6 +136,14 @@ FAMILIES: tuple[Family, ...] = (
         limits="sounds of any length, 375 tokens for each begun 30 seconds",
     ),
     Family(
+        "voxtral_realtime",
+        "Voxtral-Realtime",
+        _AUDIO,
+        own_code=("models/streaming", "multimodal/processing"),
+        special="every token has 80 ms of the sound, which may still go on",
+        limits="transcribes",
+    ),
+    Family(
         "whisper",
         "Whisper",
         _AUDIO,

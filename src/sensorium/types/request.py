@@ -75,6 +75,19 @@ class FinishReason(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSpec:
+    """How a request takes a sound that goes on while it runs.
+
+    Each position of the request needs the embedding of a part of the sound. `num_heard` positions
+    have theirs when the request begins; with `is_open`, more follow.
+    """
+
+    num_delay_tokens: int  # how far the text is behind the sound
+    num_heard: int = 0
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCoreRequest:
     """A request as the engine core gets it: token ids and metadata, without text and tensors."""
 
@@ -91,6 +104,12 @@ class EngineCoreRequest:
     completion_index: int = 0  # among the completions of one prompt
     # Names the call that it belongs to, with other prompts or completions; None if it is alone.
     group: str | None = None
+    stream: StreamSpec | None = None  # for models that hear a sound while it goes on
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its sound comes while it runs, so that it can't be computed a second time."""
+        return self.stream is not None and self.stream.is_open
 
     @property
     def encoder_key_suffix(self) -> str:

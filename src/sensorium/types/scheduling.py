@@ -74,6 +74,8 @@ class SchedulerOutput:
     started: tuple[StartedRequest, ...] = ()
     stopped_request_ids: tuple[str, ...] = ()  # finished, aborted or preempted since the last step
     freed_encoder_keys: tuple[str, ...] = ()  # encoder outputs to drop
+    # Requests that forget their first tokens, and how many: the others are renumbered.
+    dropped_tokens: tuple[tuple[str, int], ...] = ()
     num_scheduled_tokens: int = 0
 
     @property

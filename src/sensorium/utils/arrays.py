@@ -13,7 +13,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 class GrowingArray:
-    """An append-only array of integers that can be read as a numpy array without a copy."""
+    """An array of integers that grows at its end, and is read as a numpy array without a copy."""
 
     def __init__(self, values: Sequence[int] = ()) -> None:
         self._buffer: IntArray = np.array(values, dtype=np.int64)
@@ -37,6 +37,11 @@ class GrowingArray:
             self._buffer = grown
         self._buffer[self._length : end] = values
         self._length = end
+
+    def drop(self, count: int) -> None:
+        """Remove the first values."""
+        self._buffer = self.values[count:].copy()
+        self._length = len(self._buffer)
 
     @property
     def values(self) -> IntArray:

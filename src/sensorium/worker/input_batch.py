@@ -19,6 +19,7 @@ from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest, find_cros
 from sensorium.utils.arrays import IntArray, StagingBuffer
 from sensorium.worker.encoder_runner import EncoderCache
 from sensorium.worker.request_states import RequestState, RequestTable
+from sensorium.worker.sound_queues import SoundQueue
 
 Row = tuple[ScheduledRequest, RequestState]
 
@@ -35,6 +36,7 @@ class StepInputs:
     input_ids: torch.Tensor  # [N]
     positions: torch.Tensor  # [N], or [3, N] with M-RoPE
     # bool [N]: the tokens of long requests. None if the model treats all lengths alike.
+    delays: torch.Tensor | None  # [N], in tokens, for models that hear sounds while they go on
     is_long: torch.Tensor | None
     layout: StepLayout
     cross: CrossTables | None  # of layers with cross-attention; None if the model has none
@@ -65,6 +67,8 @@ class InputBatch:
     encoder_cache: EncoderCache
     table: RequestTable
     staging: StagingBuffer
+    # For models that take sounds while they go on: those of all requests, by request id.
+    sounds: Mapping[str, SoundQueue] | None = None
 
     def prepare(self, rows: Sequence[Row], unread: torch.Tensor | None = None) -> StepInputs:
         """Return the inputs of a step. `unread` are the tokens that the step before has chosen."""
@@ -73,15 +77,14 @@ class InputBatch:
         seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
         starts = np.concatenate([[0], np.cumsum(query_lens)])
         cross = find_cross_group(self.groups)
-        mm_index, mm_embeds = (
-            self._gather_mm_embeds(ordered, starts)
-            if cross is None
-            else (np.empty(0, dtype=np.int64), self._gather_new_sounds(ordered))
-        )
+        mm_index, mm_embeds = self._gather(ordered, starts, cross)
         arrays = self._make_token_arrays(ordered) | {"mm_index": mm_index}
         arrays["logits_index"] = np.array(
             [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.is_sampled], dtype=np.int64
         )
+        if self.sounds is not None:
+            at = [state.row for _, state in ordered]
+            arrays["delays"] = np.repeat(self.table.delays[at], query_lens)
         if self.has_long_factors:
             at = [state.row for _, state in ordered]
             arrays["is_long"] = np.repeat(self.table.is_long[at], query_lens)
@@ -103,6 +106,7 @@ class InputBatch:
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
             is_long=tensors["is_long"].bool() if self.has_long_factors else None,
+            delays=tensors.get("delays"),
             layout=StepLayout(
                 query_lens=query_lens,
                 seq_lens=seq_lens,
@@ -130,6 +134,30 @@ class InputBatch:
             for index, group in enumerate(self.groups)
             if not group.is_cross
         )
+
+    def take_sounds(self, rows: Sequence[Row]) -> torch.Tensor | None:
+        """Return the embeddings of the sounds that a step needs, one for each token of its rows.
+
+        Return `None` if the model does not take sounds while they go on.
+        """
+        if self.sounds is None:
+            return None
+        parts = [
+            self.sounds[scheduled.request_id].take(scheduled.num_computed_tokens, _end(scheduled))
+            for scheduled, _ in rows
+        ]
+        return torch.cat(parts)
+
+    def _gather(
+        self, rows: Sequence[Row], starts: IntArray, cross: int | None
+    ) -> tuple[IntArray, list[torch.Tensor]]:
+        """Return the embeddings of media that a step needs, and the tokens that get them."""
+        sounds = self.take_sounds(rows)
+        if sounds is not None:
+            return np.arange(starts[-1], dtype=np.int64), [sounds]
+        if cross is None:
+            return self._gather_mm_embeds(rows, starts)
+        return np.empty(0, dtype=np.int64), self._gather_new_sounds(rows)
 
     def _gather_new_sounds(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Return the encoder outputs of the media that this step stores, in the rows' order."""
@@ -208,7 +236,7 @@ class InputBatch:
         windows = [(state, s.num_computed_tokens, _end(s)) for s, state in rows[num_decoding:]]
         token_ids = [state.get_token_ids(start, end) for state, start, end in windows]
         positions = [state.get_positions(start, end) for state, start, end in windows]
-        first = decoded.positions if self.has_mrope else decoded.index
+        first = decoded.positions if self.has_mrope else decoded.positions[0]
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": np.concatenate([decoded.input_ids, *token_ids]),
             "positions": np.concatenate([first, *positions], axis=-1),

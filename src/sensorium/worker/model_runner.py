@@ -162,9 +162,9 @@ class ModelRunner:
         items may be outside, because their embeddings come from encoders.
         """
         token_ids = np.array(request.prompt_token_ids)
-        # With cross-attention, no token of the prompt stands for media.
-        features = request.mm_features if self._cross_group is None else ()
-        for feature in features:
+        # With cross-attention, and in a stream, no token of the prompt stands for media.
+        is_beside = self._cross_group is not None or request.stream is not None
+        for feature in () if is_beside else request.mm_features:
             for start, end in feature.mm_position.extract_embeds_range():
                 token_ids[start:end] = 0
         most = int(token_ids.max(initial=0))
@@ -349,11 +349,10 @@ class ModelRunner:
         size = None if graphs is None else graphs.find_size(rows)
         if graphs is None or size is None:
             return self._run_batch(self._input_batch.prepare(rows, self._unread), step)
-        self._clear_blocks(
-            torch.from_numpy(get_partial_blocks(rows, index, self._block_size))
-            for index in range(self._num_groups)
-        )
-        result = graphs.replay(rows, size, self._table, self._unread)
+        partial = (get_partial_blocks(rows, i, self._block_size) for i in range(self._num_groups))
+        self._clear_blocks(map(torch.from_numpy, partial))
+        sounds = self._input_batch.take_sounds(rows)
+        result = graphs.replay(rows, size, self._table, self._unread, sounds)
         choice = self._choose([state for _, state in rows], result.logits, result.likeliest)
         return replace(step, mode=StepMode.DECODE_GRAPH, choice=choice)
 
@@ -433,6 +432,7 @@ class ModelRunner:
         self._cross = inputs.cross
         self._attention.prepare(inputs.layout)
         embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
+        extra |= self._adapter.make_conditions(inputs.delays)
         segments = self._graphs.segments
         size: int | StepMode = StepMode.EAGER_NO_GRAPHS
         if inputs.layout.attend_until is not None:

@@ -48,9 +48,11 @@ class RequestTable:
         self.num_cross_positions = np.zeros(num_rows, dtype=np.int64)  # of the media
         # For each group of layers: block ids [rows, blocks], with zeros behind those of a request.
         self.block_ids = [np.zeros((num_rows, width), dtype=np.int64) for _ in range(num_groups)]
-        # What is added to the index of an output token to get its positions with M-RoPE.
+        # What is added to the index of an output token to get its positions: with M-RoPE, or after
+        # the first tokens of a request were dropped.
         self.offsets = np.zeros((3, num_rows), dtype=np.int64)
         self.is_long = np.zeros(num_rows, dtype=np.int64)
+        self.delays = np.zeros(num_rows, dtype=np.int64)  # in tokens, of requests that hear
         self._num_blocks = [[0] * num_groups for _ in range(num_rows)]
         self._free = list(range(num_rows))
 
@@ -60,6 +62,7 @@ class RequestTable:
             self.block_ids = [np.pad(ids, ((0, num_rows), (0, 0))) for ids in self.block_ids]
             self.offsets = np.pad(self.offsets, ((0, 0), (0, num_rows)))
             self.is_long = np.pad(self.is_long, (0, num_rows))
+            self.delays = np.pad(self.delays, (0, num_rows))
             self.num_cross_positions = np.pad(self.num_cross_positions, (0, num_rows))
             self._num_blocks += [[0] * len(self.block_ids) for _ in range(num_rows)]
             self._free = list(range(num_rows, 2 * num_rows))
@@ -74,6 +77,14 @@ class RequestTable:
     def get_blocks(self, row: int, group_index: int) -> IntArray:
         """Return the block ids of a request, as a view that is valid until blocks are added."""
         return self.block_ids[group_index][row, : self._num_blocks[row][group_index]]
+
+    def drop_blocks(self, row: int, count: int) -> None:
+        """Remove the first blocks of a request, in each group of layers."""
+        for group_index, ids in enumerate(self.block_ids):
+            kept = self.get_blocks(row, group_index)[count:].copy()
+            ids[row] = 0
+            ids[row, : len(kept)] = kept
+            self._num_blocks[row][group_index] = len(kept)
 
     def add_blocks(self, row: int, new_block_ids: BlockIds) -> None:
         """Append block ids to those of a request, in each group of layers."""
@@ -128,6 +139,7 @@ class RequestState:
         self._table = table
         table.offsets[:, self.row] = 0 if mrope is None else np.reshape(mrope.delta, -1)
         table.is_long[self.row] = is_long
+        table.delays[self.row] = 0 if request.stream is None else request.stream.num_delay_tokens
         self._mrope = mrope
         self._bans = SequenceBans(request.bans) if request.bans != NO_BANS else None
         self._counts = TokenCounts(request, output_token_ids) if self.params.has_penalties else None
@@ -192,6 +204,13 @@ class RequestState:
             row.banned_ranges = find_banned_times(self._timestamps, output)
         return row
 
+    def drop_tokens(self, count: int, block_size: int) -> None:
+        """Forget the first tokens, which no layer attends to any more, and renumber the others."""
+        self.token_ids.drop(count)
+        self.num_prompt_tokens -= count
+        self._table.drop_blocks(self.row, count // block_size)
+        self._table.offsets[:, self.row] += count
+
     def stores_media(self, start: int) -> bool:
         """Return whether a step stores the keys and values of the media for cross-attention.
 
@@ -213,7 +232,8 @@ class RequestState:
         """
         indices = np.arange(start, end)
         if self._mrope is None:
-            return indices
+            positions: IntArray = indices + self._table.offsets[0, self.row]
+            return positions
         num_prompt = min(max(self.num_prompt_tokens - start, 0), end - start)
         positions = np.empty((3, end - start), dtype=np.int64)
         positions[:, :num_prompt] = self._mrope.positions[:, start : start + num_prompt]

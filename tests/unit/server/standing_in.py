@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,9 @@ import uvicorn
 from sensorium.engine.inputs.renderer import Chat
 from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.app import make_app
+from sensorium.server.http.connections import RealtimeProtocol
+from sensorium.server.metrics.metric_set import MetricSet
+from sensorium.server.metrics.realtime import SessionClock
 from sensorium.speech.transcript import SpeechUsage
 from sensorium.types.outputs import (
     CompletionDelta,
@@ -30,6 +34,7 @@ from sensorium.types.request import FinishReason
 from sensorium.types.sampling import SamplingParams
 from tests.support.waiting import wait_until
 
+MAX_MESSAGE_BYTES = 2**24
 WORDS = ("Hel", "lo", " wörld")
 PROMPT_IDS = (1, 2, 3)
 
@@ -205,6 +210,7 @@ class CountingMetrics:
         self.num_segments = 0
         self.transcripts: list[SpeechUsage] = []
         self.load = 0
+        self.num_websockets = 0
         self.num_lags = 0
 
     @contextmanager
@@ -214,6 +220,22 @@ class CountingMetrics:
             yield
         finally:
             self.load -= 1
+
+    @contextmanager
+    def track_websocket(self) -> Iterator[None]:
+        self.num_websockets += 1
+        try:
+            yield
+        finally:
+            self.num_websockets -= 1
+
+    def start_session(self) -> SessionClock:
+        return SessionClock(self.real)
+
+    @cached_property
+    def real(self) -> MetricSet:
+        """The series that live sessions write."""
+        return MetricSet("tiny")
 
     def count_refusal(self, reason: str) -> None:
         self.refusals[reason] += 1
@@ -257,6 +279,10 @@ class StandInOptions:
     trust_request_chat_template: bool = False
     is_render_only: bool = False
     protect_metrics: bool = False
+    stream_timeout: float = 60.0
+    max_realtime_sessions: int = 8
+    realtime_idle_timeout: float = 60.0
+    realtime_max_session: float = 3600.0
 
 
 @dataclass
@@ -266,6 +292,7 @@ class RunningServer:
     metrics: CountingMetrics
     loop: asyncio.AbstractEventLoop
     port: int
+    stop: Callable[[], None]  # begins to stop the server, and does not wait for it
 
     def client(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120, **options)
@@ -303,7 +330,10 @@ def serve(
     *,
     http: Any = "auto",
     transcriber: Any = None,
+    live: Any = None,
     has_chat: bool = True,
+    ping_s: float = 20.0,
+    shutdown_s: int = 60,  # after which sessions are cancelled
     **options: Any,
 ) -> Iterator[RunningServer]:
     engine = engine or ScriptedEngine()
@@ -314,6 +344,7 @@ def serve(
         metrics,
         answers=answers,
         transcriber=transcriber,
+        live=live,
         has_chat=has_chat,
     )
     config = uvicorn.Config(
@@ -321,8 +352,13 @@ def serve(
         host="127.0.0.1",
         port=0,
         http=http,
+        ws=RealtimeProtocol,
+        ws_max_size=MAX_MESSAGE_BYTES,
+        ws_per_message_deflate=False,
+        ws_ping_interval=ping_s,
+        ws_ping_timeout=ping_s,
         log_config=None,
-        timeout_graceful_shutdown=1,
+        timeout_graceful_shutdown=1 if live is None else shutdown_s,
         timeout_keep_alive=600,
     )
     server = _Server(config)
@@ -330,8 +366,12 @@ def serve(
     thread.start()
     wait_until(lambda: server.started, "the server does not start")
     port = server.servers[0].sockets[0].getsockname()[1]
+
+    def stop() -> None:
+        server.should_exit = True
+
     try:
-        yield RunningServer(f"http://127.0.0.1:{port}", engine, metrics, server.loop, port)
+        yield RunningServer(f"http://127.0.0.1:{port}", engine, metrics, server.loop, port, stop)
     finally:
         server.should_exit = True
         thread.join(60)

@@ -50,7 +50,12 @@ class ScriptedTranscriber:
     num_aborted: int = 0
 
     async def transcribe(
-        self, media: bytes, options: SpeechOptions, *, request_id: str, cache_salt: str | None
+        self,
+        media: bytes,
+        options: SpeechOptions,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[Segment | Transcript, None]:
         assert request_id
         self.calls.append((media, options, cache_salt))

@@ -49,6 +49,10 @@ class CountingAdapter:
         assert is_long is None
         return nullcontext()
 
+    def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:
+        assert delays is None
+        return {}
+
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:

@@ -49,6 +49,7 @@ from sensorium.models.loading import (
     resolve_dtype,
 )
 from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
+from sensorium.models.streaming import StreamingAdapter
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step
@@ -56,6 +57,7 @@ from sensorium.worker.graphs.building import GraphOptions, Graphs, build_graphs
 from sensorium.worker.kv_cache import KVCache
 from sensorium.worker.model_runner import ModelRunner
 from sensorium.worker.recogniser_runner import RecogniserRunner
+from sensorium.worker.streaming_runner import StreamingRunner
 
 logger = logging.getLogger(__name__)
 
@@ -262,8 +264,9 @@ def build_engine_core(
     )
     graphs = _build_graphs(adapter, options, config, layers, kv_cache, memory, use_tqdm)
     config = replace(config, graphs=graphs.words, fused=_describe_fusion(adapter, options))
-    runner = ModelRunner(
-        adapter,
+    make_runner = StreamingRunner if isinstance(adapter, StreamingAdapter) else ModelRunner
+    runner = make_runner(
+        adapter,  # type: ignore[arg-type]
         kv_cache=kv_cache,
         groups=config.groups,
         block_size=config.block_size,

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 import zmq.asyncio
 
@@ -78,6 +80,16 @@ class CoreClient:
     def abort(self, request_ids: Sequence[str]) -> None:
         if request_ids:
             self._send(messages.Abort(tuple(request_ids)))
+
+    def append_sound(
+        self, request_id: str, features: npt.NDArray[np.float32] | None, *, is_last: bool
+    ) -> None:
+        """Send more of the sound of a request, as features [bins, frames]."""
+        if features is None:
+            self._send(messages.AppendSound(request_id, is_last=is_last))
+            return
+        message = messages.AppendSound(request_id, len(features), is_last)
+        self._send(message, np.ascontiguousarray(features))
 
     def update_cache(self, update: MirrorUpdate) -> None:
         self._send(messages.UpdateCache(update))

@@ -69,6 +69,7 @@ class CoreLoop:
         self._owners: dict[str, bytes] = {}  # id of a request that has not ended -> frontend
         # frontend -> answers that were not sent yet
         self._answers: dict[bytes, list[messages.Answer]] = {}
+        self._ended: list[EngineCoreOutput] = []  # outputs of requests that ended between steps
         self._num_failed_steps = 0
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()  # from other threads
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -144,6 +145,10 @@ class CoreLoop:
         if isinstance(message, messages.AddRequest):
             answer = self._add(frontend, message, rest)
             self._answers.setdefault(frontend, []).append(answer)
+        elif isinstance(message, messages.AppendSound):
+            features = messages.decode_sound(message, rest)
+            ended = self._core.append_sound(message.request_id, features, is_last=message.is_last)
+            self._ended += ended
         elif isinstance(message, messages.Abort):
             self._abort(message.request_ids)
         elif isinstance(message, messages.UpdateCache):
@@ -193,9 +198,9 @@ class CoreLoop:
         self._send(frontend, messages.ResetDone(message.number))
 
     def _step(self) -> list[EngineCoreOutput]:
-        outputs: list[EngineCoreOutput] = []
+        outputs, self._ended = self._ended, []
         if self._core.has_requests:
-            outputs = self._core.step()
+            outputs += self._core.step()
             self._count_failure(outputs)
         self._on_step(self._core, outputs)
         return outputs

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import torch
 
 from sensorium.multimodal.item_codec import as_frames, decode_frames, encode_header
 from sensorium.types.errors import ErrorRecord, RequestError
@@ -78,6 +79,18 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: tuple[str, ...]
 
 
+class AppendSound(msgspec.Struct, frozen=True, tag=True):
+    """A message to the core with more of the sound of a request.
+
+    The features follow as one raw frame of float32 numbers, a row for each of the `num_bins`. There
+    is no frame if no features are left. `is_last` means that the sound ends with this.
+    """
+
+    request_id: str
+    num_bins: int = 0
+    is_last: bool = False
+
+
 class UpdateCache(msgspec.Struct, frozen=True, tag=True):
     """A message to the core that lists media items to evict from its cache.
 
@@ -97,7 +110,7 @@ class ResetCache(msgspec.Struct, frozen=True, tag=True):
     level: str  # "mm", "encoder" or "prefix"
 
 
-ToCore = Hello | AddRequest | Abort | UpdateCache | ResetCache
+ToCore = Hello | AddRequest | AppendSound | Abort | UpdateCache | ResetCache
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -207,6 +220,13 @@ def decode_request(
     if message.features:
         request = replace(request, mm_features=tuple(map(_decode_feature, message.features)))
     return request, Transfer(payloads=payloads, update=message.update)
+
+
+def decode_sound(message: AppendSound, frames: Sequence[memoryview]) -> torch.Tensor | None:
+    """Return the features [bins, frames] that follow an `AppendSound`, as a view of their frame."""
+    if not frames:
+        return None
+    return torch.frombuffer(frames[0], dtype=torch.float32).view(message.num_bins, -1)
 
 
 def _encode_feature(feature: MultiModalFeatureSpec) -> Feature:

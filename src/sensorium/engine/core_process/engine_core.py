@@ -19,8 +19,11 @@ from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import MissingItems, MultiModalKwargsItem, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.scheduling import SchedulerOutput
+from sensorium.worker.streaming_runner import StreamingRunner
 
 if TYPE_CHECKING:
+    import torch
+
     from sensorium.worker.model_runner import LaunchedStep, ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -139,6 +142,24 @@ class EngineCore:
         """
         aborted = [self.scheduler.abort_request(request_id) for request_id in request_ids]
         outputs = [output for output in aborted if output is not None]
+        self._forget_finished(outputs)
+        return outputs
+
+    def append_sound(
+        self, request_id: str, features: torch.Tensor | None, *, is_last: bool = False
+    ) -> list[EngineCoreOutput]:
+        """Give a request more of its sound, as features [bins, frames]. Return its last output.
+
+        There is an output only if the request ends with this: the sound has ended, and all of it
+        was transcribed before. Sound for an unknown or ended request is dropped.
+        """
+        if request_id not in self.scheduler.requests:
+            return []
+        if not isinstance(self.runner, StreamingRunner):
+            raise InvariantError(f"request {request_id!r} has no sound that goes on")
+        num_positions = 0 if features is None else self.runner.append_sound(request_id, features)
+        output = self.scheduler.append_sound(request_id, num_positions, is_last=is_last)
+        outputs = [] if output is None else [output]
         self._forget_finished(outputs)
         return outputs
 

@@ -29,6 +29,7 @@ from sensorium.multimodal.placeholders import TextLength, expand_text, expand_to
 from sensorium.multimodal.processing.cost_guard import check_processor_kwargs
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.processing.sound_streams import describe_stream
 from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import MissingMediaError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, Payload
@@ -244,6 +245,7 @@ class InputProcessor:
                 bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
                 cache_salt=read.cache_salt,
                 priority=read.priority,
+                stream=describe_stream(self.processor.beside, features),
             )
         except BaseException:
             pipeline.release(items)

@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any, TypedDict, Unpack
 
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest, ProcessKwargs
+from sensorium.multimodal.processing.sound_streams import SoundStream, StreamedSoundProcessor
 from sensorium.render.messages import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemTimes
-from sensorium.types.request import Prompt, TextPrompt
+from sensorium.types.request import EngineCoreRequest, Prompt, StreamSpec, TextPrompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing, run_through
 
@@ -150,6 +151,30 @@ class Renderer:
         processed = yield from self.inputs.process_pausing(request_id, rendered, params, **options)
         stages["perceive"] = time.monotonic() - started
         return Prepared(processed=processed, stages=stages)
+
+    def begin_stream(
+        self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
+    ) -> tuple[Prepared, SoundStream]:
+        """Make a request that takes a sound while it goes on, and the stream of its features.
+
+        `delay_ms` is how far the text is behind the sound, or `None` for the model's own choice.
+        Raise a `RequestError` if the model takes whole sounds only, or can't have this delay.
+        """
+        sounds, defaults = self.inputs.processor.beside, self.inputs.defaults
+        if not isinstance(sounds, StreamedSoundProcessor):
+            raise RequestError("this model can't hear a sound while it goes on")
+        delay_ms = sounds.default_delay_ms if delay_ms is None else delay_ms
+        num_delay_tokens = sounds.count_delay_tokens(delay_ms)
+        request = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=sounds.make_prompt(delay_ms),
+            sampling_params=params.resolve(defaults, seed=self.inputs.draw_seed()),
+            eos_token_ids=defaults.eos_token_ids,
+            bans=defaults.bans,
+            stream=StreamSpec(num_delay_tokens=num_delay_tokens),
+        )
+        processed = ProcessedRequest(request=request, items=(), prompt=None)
+        return Prepared(processed=processed, stages={}), SoundStream(sounds, delay_ms)
 
     @contextmanager
     def for_warmup(self) -> Iterator[Renderer]:

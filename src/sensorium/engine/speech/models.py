@@ -12,11 +12,13 @@ from sensorium.engine.build.frontend import Frontend
 from sensorium.engine.speech.chat_models import read_chat_model
 from sensorium.engine.speech.recognisers import read_recogniser
 from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, WithSoundProcessor
+from sensorium.engine.speech.streamed import StreamedModel
 from sensorium.models.checkpoint import read_json
 from sensorium.models.encoder_decoder import WINDOW_S
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.recognisers import RecogniserProcessor
+from sensorium.multimodal.processing.sound_streams import StreamedSoundProcessor
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.speech.languages import NAMES, find_code
 from sensorium.speech.options import SpeechOptions
@@ -191,6 +193,12 @@ def read_speech_model(
             model_type=config.model_type,
             folder=directory.name,
             chat_template=chat_template,
+        )
+    if isinstance(processor.beside, StreamedSoundProcessor):
+        return StreamedModel(
+            processor=processor.beside,
+            tokenizer=tokenizer,
+            silent_ids=frozenset(processor.tokenizer.all_special_ids),
         )
     generation: Mapping[str, Any] = read_json(directory / "generation_config.json")
     if config.model_type == "whisper":

@@ -12,7 +12,7 @@ from sensorium.engine.speech.sounds import Sound, WithSoundProcessor
 from sensorium.models.recogniser import get_blank_id, is_transducer
 from sensorium.multimodal.processing.recognisers import RecogniserProcessor
 from sensorium.speech.frames import FrameRules, Head, transcribe_frames
-from sensorium.speech.options import SpeechOptions
+from sensorium.speech.options import SpeechOptions, check_sound_alone
 from sensorium.speech.windows import Transcription
 from sensorium.types.errors import RequestError
 
@@ -28,27 +28,14 @@ class RecogniserModel(WithSoundProcessor):
     has_words: bool = True
 
     def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
-        _check_options(options)
+        check_sound_alone(options)
+        if options.temperature:
+            raise RequestError(
+                "this model does not sample, so its temperature is always 0: leave it out",
+                path=("temperature",),
+            )
         return transcribe_frames(
             sound.get_pieces(), self.rules, duration_s=sound.duration_s, options=options
-        )
-
-
-def _check_options(options: SpeechOptions) -> None:
-    """Raise a `RequestError` if a caller asks for what no such model can do."""
-    if options.task != "transcribe":
-        raise RequestError("this model does not translate: use transcribe", path=("task",))
-    if options.prompt:
-        raise RequestError("this model takes no prompt: leave it out", path=("prompt",))
-    if options.language is not None:
-        raise RequestError(
-            "this model can't be told a language, it writes down what it hears: leave it out",
-            path=("language",),
-        )
-    if options.temperature:
-        raise RequestError(
-            "this model does not sample, so its temperature is always 0: leave it out",
-            path=("temperature",),
         )
 
 

@@ -100,6 +100,11 @@ class Sound:
         num_frames = math.ceil(self._num_samples / self._processor.samples_per_frame)
         return min(num_frames, self._features.shape[-1])
 
+    @property
+    def num_positions(self) -> int:
+        """The number of positions of the whole sound."""
+        return self._processor.count_positions(self._kwargs)
+
     def get_samples(self) -> npt.NDArray[np.float32]:
         """Return the samples of a sound for a model that takes them as they are."""
         return self._features[0].numpy()

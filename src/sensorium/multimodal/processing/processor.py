@@ -20,10 +20,10 @@ import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
 from sensorium.models.loading import get_model_class
-from sensorium.models.recogniser import is_recogniser
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
 from sensorium.multimodal.processing.recognisers import RecogniserParts, RecogniserProcessor
+from sensorium.multimodal.processing.sound_streams import find_sound_class
 from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MODALITIES, ItemLayout, MultiModalKwargsItem, ProcessedItem
@@ -193,11 +193,10 @@ class MultiModalProcessor:
         self._token_ids = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in MODALITIES
         }
-        is_frames = is_recogniser(config)
-        is_speech = is_frames or bool(config.is_encoder_decoder)
-        is_multimodal = is_speech or any(i is not None for i in self._token_ids.values())
+        sounds = find_sound_class(config)
+        is_multimodal = sounds is not None or any(i is not None for i in self._token_ids.values())
         kind: Any = AutoProcessor if is_multimodal else AutoTokenizer
-        kind = RecogniserParts if is_frames else kind
+        kind = RecogniserParts if sounds is RecogniserProcessor else kind
         try:
             loaded: Any = kind.from_pretrained(model, trust_remote_code=trust_remote_code)
         except Exception as error:  # Transformers raises errors of many kinds
@@ -208,11 +207,10 @@ class MultiModalProcessor:
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
         # For models that attend to a sound beside their prompt. No marker stands for it.
         self.beside: SoundProcessor | None = None
-        if is_speech:
+        if sounds is not None:
             model_class = get_model_class(model, config, trust_remote_code=trust_remote_code)
-            make_sounds = RecogniserProcessor if is_frames else SoundProcessor
-            self.beside = make_sounds(model_class, config, loaded.feature_extractor)
-        self.takes_whole_sounds = self._call_own is not None or is_speech
+            self.beside = sounds(model_class, config, loaded)
+        self.takes_whole_sounds = self._call_own is not None or sounds is not None
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
 
     @property

@@ -98,7 +98,8 @@ def make_mel_filters(
 class RecogniserProcessor(SoundProcessor):
     """The processor of a recogniser for sounds, with the model's feature extractor."""
 
-    def __init__(self, model_class: Any, config: PretrainedConfig, extractor: Any) -> None:
+    def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
+        extractor = parts.feature_extractor
         self._model_class = model_class
         self._config = config
         self._extractor = extractor
@@ -130,7 +131,7 @@ class RecogniserProcessor(SoundProcessor):
             num_rows += size
             num_frames += self.count_positions(part)
         if not parts:
-            raise RequestError("this sound is too short: the model hears nothing of it")
+            raise RequestError("this sound is too short: the model takes nothing of it")
         tensors = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
         tensors |= {PIECES: torch.tensor(table), NUM_SAMPLES: torch.tensor([len(sound)])}
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_frames)

@@ -23,9 +23,13 @@ NUM_SAMPLES = "num_samples"  # a tensor of an item, with the length of its sound
 
 
 class SoundProcessor:
-    """The processor of an encoder-decoder model for sounds, with the model's feature extractor."""
+    """The processor of an encoder-decoder model for sounds.
 
-    def __init__(self, model_class: Any, config: PretrainedConfig, extractor: Any) -> None:
+    `parts` has the model's feature extractor.
+    """
+
+    def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
+        extractor = parts.feature_extractor
         self._model_class = model_class
         self._extractor = extractor
         self.sampling_rate = int(extractor.sampling_rate)
@@ -50,7 +54,7 @@ class SoundProcessor:
         tensors = self._make_item(features, len(sound))
         num_positions = self.count_positions(tensors)
         if num_positions < 1:
-            raise RequestError("this sound is too short: the model hears nothing of it")
+            raise RequestError("this sound is too short: the model takes nothing of it")
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
 
     def _make_item(self, features: torch.Tensor, num_samples: int) -> MultiModalKwargsItem:

@@ -162,14 +162,18 @@ def _get_name(host: str) -> str:
 
 _OPEN_PATHS = WELCOME_PATHS | {"/health", "/ping", "/version"}
 METRICS_PATH = "/metrics"
+_KEY_PROTOCOL = "openai-insecure-api-key."
 
 
 class Authentication:
-    """ASGI middleware that refuses HTTP requests that have none of the API keys.
+    """ASGI middleware that refuses requests and WebSockets that have none of the API keys.
 
     A few paths, such as `/health`, need no key. Clients with different keys don't share the uuids
     of media items: the middleware puts a digest of the key into the request's state, as
     `uuid_scope`. If `shares_uuids` is true, it does not.
+
+    A page in a browser can't set headers of a WebSocket. It may offer the key as a subprotocol
+    instead, as OpenAI's clients do.
     """
 
     def __init__(
@@ -181,18 +185,17 @@ class Authentication:
         self._open_paths = _OPEN_PATHS if protect_metrics else _OPEN_PATHS | {METRICS_PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] in ("http", "websocket"):
             self._let_in(scope)
         await self._app(scope, receive, send)
 
     def _let_in(self, scope: Scope) -> None:
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Not all whitespace: a byte of a key may be a no-break space in latin-1.
-        found = self._find_scope(given.strip(" \t")) if scheme.lower() == "bearer" else None
+        given = _find_key(scope)
+        found = None if given is None else self._find_scope(given)
         if found is not None:
             if not self._shares_uuids:
                 scope["state"]["uuid_scope"] = found
-        elif scope["method"] != "OPTIONS" and scope["path"] not in self._open_paths:
+        elif scope.get("method") != "OPTIONS" and scope["path"] not in self._open_paths:
             raise ApiError(
                 "this server needs an API key: send the header Authorization: Bearer KEY",
                 status=401,
@@ -209,6 +212,21 @@ class Authentication:
         raw = given.encode("latin-1")  # the bytes that were sent: servers decode headers as latin-1
         matches = [own for key, own in self._scopes.items() if hmac.compare_digest(raw, key)]
         return matches[0] if matches else None
+
+
+def _find_key(scope: Scope) -> str | None:
+    """Return the key that a request brings, or `None` if it has none."""
+    headers = Headers(scope=scope)
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        # Not all whitespace: a byte of a key may be a no-break space in latin-1.
+        return given.strip(" \t")
+    if scope["type"] == "websocket":
+        offered = ",".join(headers.getlist("sec-websocket-protocol")).split(",")
+        for each in offered:
+            if each.strip(" \t").startswith(_KEY_PROTOCOL):
+                return each.strip(" \t").removeprefix(_KEY_PROTOCOL)
+    return None
 
 
 def _make_scope(key: bytes) -> str:

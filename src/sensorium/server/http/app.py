@@ -37,6 +37,7 @@ from sensorium.server.http.middleware import (
 from sensorium.server.http.routes import COUNTED_PATHS, make_routes
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions
+from sensorium.speech.live.session import LiveSource
 
 _KIBIBYTE = 2**10
 _MEBIBYTE = 2**20
@@ -49,16 +50,20 @@ def make_app(
     *,
     answers: AnswerFormat = PLAIN,
     count: RequestCount | None = None,
+    sessions: RequestCount | None = None,
     transcriber: Transcriber | None = None,
+    live: LiveSource | None = None,
     has_chat: bool = True,
 ) -> Starlette:
     """Return the ASGI application that serves this engine over HTTP.
 
     `answers` is the format in which the model writes its reasoning and its tool calls. `count` has
-    the requests of all frontends; without it this frontend is the only one. `transcriber` writes
-    down speech, if the model can. `has_chat` is false if the model does nothing else.
+    the requests of all frontends, and `sessions` their live sessions; without them this frontend is
+    the only one. `transcriber` writes down speech, and `live` does so while it is spoken, if the
+    model can. `has_chat` is false if the model does nothing else.
     """
     count = RequestCount([0.0]) if count is None else count
+    sessions = RequestCount([0.0]) if sessions is None else sessions
     context = Context(
         engine=engine,
         answers=answers,
@@ -69,6 +74,7 @@ def make_app(
         uploads=BodyIntake(_get_upload_limits(options)),
         started=int(time.time()),
         transcriber=transcriber,
+        live=live,
         has_chat=has_chat,
     )
 
@@ -83,7 +89,7 @@ def make_app(
     app = Starlette(
         routes=make_routes(context),
         lifespan=lifespan,
-        middleware=_make_middleware(options, metrics, context.failures, count),
+        middleware=_make_middleware(options, metrics, context.failures, count, sessions),
         exception_handlers={HTTPException: _answer_http_exception},  # type: ignore[dict-item]
     )
     app.router.redirect_slashes = False
@@ -112,7 +118,11 @@ def _get_upload_limits(options: ServeOptions) -> BodyLimits:
 
 
 def _make_middleware(
-    options: ServeOptions, metrics: FrontendMetrics, failures: FailureLog, count: RequestCount
+    options: ServeOptions,
+    metrics: FrontendMetrics,
+    failures: FailureLog,
+    count: RequestCount,
+    sessions: RequestCount,
 ) -> list[Middleware]:
     layers = [Middleware(RequestTracking, metrics=metrics)]
     if options.allowed_origins:
@@ -144,6 +154,8 @@ def _make_middleware(
         paths=COUNTED_PATHS,
         limit=options.max_concurrent_requests,
         count=count,
+        session_limit=options.max_realtime_sessions,
+        sessions=sessions,
         metrics=metrics,
     )
     return [*layers, admission]

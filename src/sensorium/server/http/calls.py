@@ -31,6 +31,7 @@ from sensorium.server.http.protocol.tokens import GenerateRequest
 from sensorium.server.metrics.clock import RequestClock, make_trace
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions
+from sensorium.speech.live.session import LiveSource
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, Transcript
 from sensorium.types.errors import (
@@ -113,6 +114,7 @@ class Context:
     uploads: BodyIntake
     started: int  # seconds since 1970
     transcriber: Transcriber | None = None  # `None`: the model does not transcribe
+    live: LiveSource | None = None  # opens live sessions, if the model transcribes
     has_chat: bool = True  # false: the model does nothing but transcribe
 
     @property
@@ -123,6 +125,7 @@ class Context:
             found = []
         if self.transcriber is not None and _SOUNDS in self.engine.modalities:
             found += ["transcription", *(["translation"] * self.transcriber.can_translate)]
+            found += ["realtime"] * (self.live is not None)
         return found
 
 

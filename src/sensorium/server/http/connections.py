@@ -30,11 +30,14 @@ import termios
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from starlette.types import Receive
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError, ClientGoneError
 
@@ -47,6 +50,9 @@ _LOOKS_PER_TIMEOUT = 8
 # delayed for longer, it has sent nothing in that time.
 _MAX_GAP_LOOKS = 2
 _LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
+# Two fields of the C struct tcp_info of Linux: tcpi_state, and tcpi_bytes_acked at byte 120.
+_TCP_INFO = struct.Struct("=B119xQ")
+_ESTABLISHED = 1  # the state TCP_ESTABLISHED: neither side has closed
 _LAG_INTERVAL_S = 0.05  # between two measurements of the loop's lag
 # Few threads, because each may hold the interpreter's lock, and the event loop waits for them.
 _threads = ThreadPoolExecutor(2, "encode")
@@ -248,8 +254,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         They wait in the connection's buffer and in the kernel's send queue.
         """
         number = self.transport.get_extra_info("socket").fileno()
-        queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4))
-        return self.transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)
+        return self.transport.get_write_buffer_size() + _count_queued(number)
 
     def _cut_off(self) -> None:
         """Reset the connection, so that the kernel drops the bytes that the client did not read."""
@@ -262,6 +267,109 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._next_look is not None:
             self._next_look.cancel()
             self._next_look = None
+
+
+class RealtimeProtocol(WebSocketsSansIOProtocol):
+    """A uvicorn WebSocket that lets its session end in peace when the server stops.
+
+    uvicorn would close it at once. Instead an event in the scope's state, `draining`, is set, and
+    the session closes it when it is done. Another event, `lost`, is set when the connection has
+    ended, because a session that reads no messages would not notice. `abort` in the state drops the
+    connection and what the client did not read. `hang_up` sends that first, and then ends the
+    connection without waiting for the client's close frame.
+
+    A client that sends faster than it is read can't answer a ping in time: the answer waits behind
+    all that it has sent. So it counts as alive while it sends. While reading is paused, the kernel
+    can't report that the client has left. Then it counts as alive if its machine acknowledges the
+    bytes of the ping, and has not closed the connection.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._draining, self._lost = asyncio.Event(), asyncio.Event()
+        self._is_heard = False  # something was received since the last ping
+        self._num_acknowledged = 0  # bytes, before the last ping
+
+    def handle_connect(self, event: Any) -> None:
+        super().handle_connect(event)
+        if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            state = self.scope["state"]
+            state["draining"], state["lost"] = self._draining, self._lost
+            state["abort"], state["hang_up"] = self.transport.abort, self.transport.close
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._lost.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._is_heard = True
+        super().data_received(data)
+
+    def send_keepalive_ping(self) -> None:
+        if not self.transport.is_closing():
+            self._is_heard = False
+            self._num_acknowledged = read_progress(self.transport).num_acknowledged
+        super().send_keepalive_ping()
+
+    def keepalive_timeout(self) -> None:
+        if self.close_sent or self.transport.is_closing():
+            return
+        if self._is_heard or (self.read_paused and self._has_taken_ping()):
+            self.pong_timer = self.pending_ping_payload = None
+            self.schedule_ping()
+            return
+        super().keepalive_timeout()
+        self._lost.set()
+        # The connection is closed when all data is written, and this client may never take it.
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
+
+    def _has_taken_ping(self) -> bool:
+        progress = read_progress(self.transport)
+        is_taken = not progress.num_queued or progress.num_acknowledged > self._num_acknowledged
+        return progress.is_open and is_taken
+
+    async def send(self, message: Any) -> None:
+        if self.close_sent and message["type"] in ("websocket.send", "websocket.close"):
+            raise ClientDisconnected  # uvicorn would take it for a mistake of ours
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # It was refused with a response. uvicorn 0.54 forgets that this ends the handshake, and
+            # would log an error.
+            self.handshake_complete = True
+
+    def shutdown(self) -> None:
+        if self.handshake_complete and not self.close_sent:
+            self._draining.set()
+        else:
+            super().shutdown()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpProgress:
+    """What the kernel reports about a connection, also while nothing is read from it."""
+
+    is_open: bool  # in both directions
+    num_queued: int  # bytes that the client's machine has not acknowledged
+    num_acknowledged: int  # bytes, since the connection began
+
+
+def read_progress(transport: asyncio.Transport) -> TcpProgress:
+    """Return what the client's machine has done with the bytes that were sent to it."""
+    number = transport.get_extra_info("socket").fileno()
+    # uvloop's sockets have no options, so that another object for the same socket is needed.
+    with socket.socket(fileno=os.dup(number)) as connection:
+        report = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    state, num_acknowledged = _TCP_INFO.unpack(report.ljust(_TCP_INFO.size, b"\0"))
+    return TcpProgress(
+        is_open=state == _ESTABLISHED,
+        num_queued=_count_queued(number),
+        num_acknowledged=num_acknowledged,
+    )
+
+
+def _count_queued(number: int) -> int:
+    """Return how many bytes wait in the kernel's send queue of the socket with this descriptor."""
+    return int.from_bytes(fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
 
 
 def make_http_protocol(

@@ -111,15 +111,22 @@ class ApiError(Exception):
 
     def make_body(self) -> bytes:
         """Return the body of the error response: OpenAI's error object as JSON."""
+        return msgspec.json.encode(ErrorResponse(error=self._make_details()))
+
+    def make_object(self) -> dict[str, Any]:
+        """Return OpenAI's error object, for a message that has it among other fields."""
+        found: dict[str, Any] = msgspec.to_builtins(self._make_details())
+        return found
+
+    def _make_details(self) -> ErrorBody:
         default = "server_error" if self.status >= 500 else "invalid_request_error"
-        body = ErrorBody(
+        return ErrorBody(
             message=self.message,
             type=_TYPES.get(self.status, default),
             param=self.param,
             code=self.code,
             missing=UNSET if self.missing is None else list(self.missing),
         )
-        return msgspec.json.encode(ErrorResponse(error=body))
 
     def make_response(self) -> Response:
         return Response(

@@ -17,8 +17,12 @@ from sensorium.types.errors import StoppingError
 
 HEADER = "x-request-id"
 WARNING_HEADER = "x-sensorium-warning"  # a field of the request that is probably misspelt
+SESSION_PATH = "/v1/realtime"
 _MAX_LENGTH = 128
 _NO_ROUTE = "none"  # unknown paths must not become time series of their own in the metrics
+_KINDS = ("http", "websocket")
+# The messages that begin a response; those for a WebSocket accept or refuse it.
+_STARTS = ("http.response.start", "websocket.http.response.start", "websocket.accept")
 _METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "PATCH", "DELETE"})
 
 
@@ -34,7 +38,7 @@ class RequestTracking:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in _KINDS:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(HEADER, "")
@@ -45,8 +49,9 @@ class RequestTracking:
 
         async def send_tracked(message: Message) -> None:
             nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
+            if message["type"] in _STARTS:
+                status = message.get("status")  # an accepted WebSocket has none
+                message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 headers[HEADER] = request_id
                 if "warning" in state:
@@ -61,10 +66,16 @@ class RequestTracking:
         route = scope.get("route")
         self._metrics.observe_response(
             handler=_NO_ROUTE if route is None else route.path,
-            method=scope["method"] if scope["method"] in _METHODS else "other",
+            method=_get_method(scope),
             status=status,
             seconds=time.monotonic() - scope["state"]["arrived"],
         )
+
+
+def _get_method(scope: Scope) -> str:
+    """Return the method for the metrics. A WebSocket begins with GET."""
+    method: str = scope.get("method", "GET")
+    return method if method in _METHODS else "other"
 
 
 def _is_sane(text: str) -> bool:
@@ -77,7 +88,7 @@ class ErrorBoundary:
     If the status was already sent, an error status can't be sent any more, so the exception is
     raised again. A request is cancelled if the server stops and can't wait for it, because its
     body comes slowly or its client does not read. Then it gets the status 503, unless a status was
-    sent.
+    sent. A WebSocket is refused with an error response as long as it was not accepted.
     """
 
     def __init__(self, app: ASGIApp, failures: FailureLog) -> None:
@@ -85,14 +96,14 @@ class ErrorBoundary:
         self._failures = failures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in _KINDS:
             await self._app(scope, receive, send)
             return
         is_started = False
 
         async def watch_start(message: Message) -> None:
             nonlocal is_started
-            is_started = is_started or message["type"] == "http.response.start"
+            is_started = is_started or message["type"] in _STARTS
             await send(message)
 
         try:
@@ -142,6 +153,9 @@ class Admission:
     A request counts from the moment when its handler calls `request.state.admit()` until its end.
     If all frontends together serve `limit` requests, that call raises an `ApiError` with the status
     429. All requests must run on one event loop.
+
+    A WebSocket to `SESSION_PATH` counts as a request from its begin to its end. It is refused in
+    the same way, also if there are `session_limit` of them.
     """
 
     def __init__(
@@ -151,15 +165,23 @@ class Admission:
         paths: Container[str],
         limit: int,
         count: RequestCount,
+        session_limit: int,
+        sessions: RequestCount,
         metrics: FrontendMetrics,
     ) -> None:
         self._app = app
         self._paths = paths  # the routes that are limited
         self._limit = limit
         self._count = count
+        self._session_limit = session_limit
+        self._sessions = sessions
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket" and scope["path"] == SESSION_PATH:
+            with self._metrics.track_arrival(), self._admit(), self._admit_session():
+                await self._app(scope, receive, send)
+            return
         is_generating = scope["type"] == "http" and scope["path"] in self._paths
         if not is_generating or scope["method"] != "POST":
             await self._app(scope, receive, send)
@@ -178,12 +200,30 @@ class Admission:
         finally:
             self._count.add(-1)
 
+    @contextmanager
+    def _admit_session(self) -> Iterator[None]:
+        if self._sessions.total >= self._session_limit:
+            raise _make_limit_error(
+                f"Too many realtime sessions (limit {self._session_limit}). Retry later."
+            )
+        self._sessions.add(1)
+        try:
+            yield
+        finally:
+            self._sessions.add(-1)
+
     def _check(self) -> None:
         if self._count.total >= self._limit:
-            raise ApiError(
-                f"Too many concurrent requests (limit {self._limit}). Retry later.",
-                status=429,
-                code="too_many_requests",
-                reason="capacity",
-                headers={"retry-after": str(RETRY_AFTER_S)},
+            raise _make_limit_error(
+                f"Too many concurrent requests (limit {self._limit}). Retry later."
             )
+
+
+def _make_limit_error(words: str) -> ApiError:
+    return ApiError(
+        words,
+        status=429,
+        code="too_many_requests",
+        reason="capacity",
+        headers={"retry-after": str(RETRY_AFTER_S)},
+    )

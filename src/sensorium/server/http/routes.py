@@ -8,9 +8,10 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match, WebSocketRoute
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Scope
+from starlette.websockets import WebSocket
 
 from sensorium.server.http.access import METRICS_PATH
 from sensorium.server.http.administration import (
@@ -25,11 +26,13 @@ from sensorium.server.http.administration import (
 )
 from sensorium.server.http.calls import Context
 from sensorium.server.http.errors import ApiError
+from sensorium.server.http.middleware import SESSION_PATH
 from sensorium.server.http.openai.audio import create_transcription, create_translation
 from sensorium.server.http.openai.chat import create_chat_completion
 from sensorium.server.http.openai.completions import create_completion
 from sensorium.server.http.openapi import Route, make_document
 from sensorium.server.http.protocol import answers, requests, speech, tokens
+from sensorium.server.http.realtime.route import serve_realtime
 from sensorium.server.http.tokens.derendering import derender_chat_completion, derender_completions
 from sensorium.server.http.tokens.generate import generate
 from sensorium.server.http.tokens.rendering import (
@@ -148,7 +151,7 @@ class _AppRoute(StarletteRoute):
         return match, child_scope if match is Match.NONE else {**child_scope, "route": self}
 
 
-def make_routes(context: Context) -> list[StarletteRoute]:
+def make_routes(context: Context) -> list[BaseRoute]:
     """Return all routes of the application, with handlers that use `context`.
 
     If the server only renders, it has no welcome page, and routes that need an engine refuse
@@ -157,13 +160,15 @@ def make_routes(context: Context) -> list[StarletteRoute]:
     options = context.options
     is_render_only = options.is_render_only
     # A server that only renders has no caches of an engine, and no welcome page.
-    routes = [
+    routes: list[BaseRoute] = [
         _make_route(route, context)
         for route in ROUTES
         if not is_render_only or not route.needs_engine or route.is_counted
     ]
     if is_render_only:
         routes.append(_AppRoute("/", _refuse, _VISITS))
+    else:
+        routes += _make_realtime_routes(context)
     pages = [path for path in PAGE_PATHS if not is_render_only or path not in WELCOME_PATHS]
     routes += [_AppRoute(path, get_page, _VISITS) for path in pages]
 
@@ -183,6 +188,21 @@ def make_routes(context: Context) -> list[StarletteRoute]:
     routes.append(_AppRoute("/openapi.json", get_openapi, _VISITS))
     routes.append(_AppRoute("/redoc", get_redoc, _VISITS))
     return routes
+
+
+def _make_realtime_routes(context: Context) -> list[BaseRoute]:
+    async def endpoint(websocket: WebSocket) -> None:
+        await serve_realtime(websocket, context)
+
+    async def refuse(_: Request) -> Response:
+        raise ApiError(
+            "This route is a WebSocket: connect to it with ws:// or wss:// in place of http.",
+            status=426,
+            code="upgrade_required",
+            headers={"upgrade": "websocket", "connection": "upgrade"},
+        )
+
+    return [WebSocketRoute(SESSION_PATH, endpoint), _AppRoute(SESSION_PATH, refuse, ("GET",))]
 
 
 def _make_route(route: Route, context: Context) -> StarletteRoute:

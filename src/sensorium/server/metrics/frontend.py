@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sensorium.server.metrics.clock import RequestClock
 from sensorium.server.metrics.metric_set import MetricSet, Totals
+from sensorium.server.metrics.realtime import SessionClock
 from sensorium.server.metrics.shared_files import Files, Values, get_directory, render
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ class FrontendMetrics:
     def track_websocket(self) -> AbstractContextManager[None]:
         """Return a context manager that counts a WebSocket connection as open during its block."""
         return self._metrics.gauge("vllm:websocket_connections_active").track_inprogress()
+
+    def start_session(self) -> SessionClock:
+        """Return a clock that measures one live session from now to its end."""
+        return SessionClock(self._metrics)
 
     def count_refusal(self, reason: str) -> None:
         """Count a request that was answered with an error instead of a result.

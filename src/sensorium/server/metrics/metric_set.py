@@ -37,6 +37,7 @@ _REFUSAL_REASONS = (
     *("bad_request", "body_too_large", "capacity", "draining", "engine_lost", "internal"),
     *("media", "missing_media", "not_found", "unauthorized"),
 )
+_SESSION_ENDS = ("client", "unread", "idle", "expired", "draining", "internal")
 _FINISH_REASONS = tuple(map(str, FinishReason))
 _ROUTES = ("/v1/chat/completions", "/v1/completions")
 
@@ -57,6 +58,7 @@ _STAGE = (
     *(0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 30.0, 60.0),
 )
+_SESSION = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 7200.0, 14_400.0, 28_800.0)
 _LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _TOKENS = (*(float(m * 10**e) for e in range(6) for m in (1, 2, 5)), 1e6)
 _STEP_TOKENS = tuple(float(2**e) for e in range(15))
@@ -261,6 +263,28 @@ DEFINITIONS = (
     _gauge("sensorium:http_requests_in_flight", "Requests between arrival and last byte."),
     _gauge("sensorium:num_requests_preparing", "Requests that the core has not taken yet."),
     _gauge("vllm:websocket_connections_active", "Open WebSocket connections."),
+    _gauge("sensorium:realtime_sessions_active", "Sessions at /v1/realtime that are open."),
+    _count(
+        "sensorium:realtime_sessions_total",
+        "Sessions at /v1/realtime that ended, by why.",
+        end=_SESSION_ENDS,
+    ),
+    _histogram(
+        "sensorium:realtime_session_seconds", "Seconds of a session at /v1/realtime.", _SESSION
+    ),
+    _count("sensorium:realtime_audio_seconds_total", "Seconds of audio that sessions have sent."),
+    _gauge(
+        "sensorium:realtime_waiting_seconds",
+        "Seconds of audio that sessions hold and that are not transcribed yet.",
+    ),
+    _histogram(
+        "sensorium:realtime_lag_seconds",
+        "Seconds from the end of an item's audio to the end of its transcript.",
+        _REQUEST,
+    ),
+    _histogram(
+        "sensorium:realtime_item_seconds", "Seconds that transcribing an item takes.", _REQUEST
+    ),
     _count(
         "sensorium:refused_requests_total",
         "Requests that were answered with an error, by reason.",

@@ -30,23 +30,27 @@ from sensorium.engine.build.frontend import (
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import warm_up
+from sensorium.engine.speech.live import TurnSource
+from sensorium.engine.speech.live_streams import StreamSource
 from sensorium.engine.speech.models import SpeechModel, read_speech_model
+from sensorium.engine.speech.streamed import StreamedModel
 from sensorium.engine.speech.transcriber import AsyncTranscriber
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.generation_config import load_generation_defaults
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.processing.sound_streams import can_chat
 from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
 from sensorium.server.http.app import make_app
-from sensorium.server.http.connections import make_http_protocol
+from sensorium.server.http.connections import RealtimeProtocol, make_http_protocol
 from sensorium.server.http.middleware import RequestCount
 from sensorium.server.http.protocol.requests import ChatCompletionRequest, CompletionRequest
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.shared_files import get_frontend_name, write_as
-from sensorium.server.options import ServeOptions
+from sensorium.server.options import MAX_FRONTENDS, ServeOptions
 from sensorium.server.processes.control import (
     Channel,
     CoreDown,
@@ -59,6 +63,7 @@ from sensorium.server.processes.control import (
     ToFrontend,
 )
 from sensorium.server.processes.shared_resources import SharedNumbers
+from sensorium.speech.live.session import LiveSource
 from sensorium.types.checking import check
 from sensorium.types.families import FAMILIES
 from sensorium.types.sampling import GenerationDefaults
@@ -70,6 +75,7 @@ _REFUSING_S = 10  # for errors to clients that are still waiting at the end of a
 # Longer than clients keep connections that they don't use. Otherwise a connection may be closed
 # just when its client uses it again.
 _KEEP_ALIVE_S = 75
+_MAX_MESSAGE_BYTES = 2**24  # of a WebSocket; OpenAI's API allows 15 MiB of audio in one
 _MOST_FILES = 65_536  # more than any frontend serves; each one costs the kernel memory
 _RESERVED_FILES = 1024  # for other files than connections: pipes, shared memory, media hosts
 Messages = asyncio.Queue[ToFrontend]
@@ -149,8 +155,17 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
         answers=answers,
         info=info,
         speech=None if is_alone else read_speech_model(frontend, chat_template=template),
-        has_chat=frontend.processor.beside is None,
+        has_chat=can_chat(frontend.processor.beside),
     )
+
+
+def _make_live_source(
+    engine: AsyncEngine, speech: SpeechModel[Any] | None, transcriber: AsyncTranscriber | None
+) -> LiveSource | None:
+    """Return what opens live sessions, or `None` if the model does not transcribe."""
+    if isinstance(speech, StreamedModel):
+        return StreamSource(engine, speech)
+    return None if transcriber is None else TurnSource(transcriber)
 
 
 def _make_answer_format(
@@ -224,14 +239,17 @@ async def _serve(
         if perception.pool is not None:
             perception.pool.start()  # if it was not; until it is ready, this process does its work
 
-    counts = SharedNumbers.attach(start.counts_fd).values[: options.api_server_count]
+    counts = SharedNumbers.attach(start.counts_fd).values
+    transcriber = None if app.speech is None else AsyncTranscriber(engine, app.speech)
     application = make_app(
         engine,
         options,
         metrics,
         answers=app.answers,
-        count=RequestCount(counts, start.index),
-        transcriber=None if app.speech is None else AsyncTranscriber(engine, app.speech),
+        count=RequestCount(counts[: options.api_server_count], start.index),
+        sessions=RequestCount(counts[MAX_FRONTENDS : 2 * MAX_FRONTENDS], start.index),
+        transcriber=transcriber,
+        live=_make_live_source(engine, app.speech, transcriber),
         has_chat=app.has_chat,
     )
     config = make_config(options, SyncBeforeEnd(application, sync))
@@ -314,6 +332,9 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
             max_connections=raise_file_limit(),
             stream_timeout_s=options.stream_timeout,
         ),
+        ws=RealtimeProtocol,
+        ws_max_size=_MAX_MESSAGE_BYTES,
+        ws_per_message_deflate=False,  # sounds in base64 are not worth the work
         backlog=_BACKLOG,
         log_config=None,
         access_log=options.access_log,

@@ -56,7 +56,8 @@ class SharedResources:
     url: str
     shm_fd: int | None  # memory for media, if the processes share any
     pulse: Pulse
-    request_counts: SharedNumbers  # how many requests each frontend serves, by its index
+    # How many requests each frontend serves, by its index; then how many live sessions.
+    request_counts: SharedNumbers
     directory: Path  # for sockets; only its owner can read it
     metrics_directory: Path  # in which all processes write their metrics
 

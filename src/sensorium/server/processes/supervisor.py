@@ -38,7 +38,7 @@ from sensorium.server.metrics.shared_files import (
     log_load,
     use_directory,
 )
-from sensorium.server.options import ServeOptions
+from sensorium.server.options import MAX_FRONTENDS, ServeOptions
 from sensorium.server.processes.control import (
     ChildProcess,
     CoreDown,
@@ -295,7 +295,8 @@ class Supervisor:
                 self._on_serving(name, message)
 
         end = await self._follow(frontend, handle, forget)
-        self._shared.request_counts.values[index] = 0.0  # its requests have ended with it
+        counts = self._shared.request_counts.values
+        counts[index] = counts[MAX_FRONTENDS + index] = 0.0  # they have ended with it
         return end
 
     async def _spawn(

@@ -24,6 +24,7 @@ from sensorium.worker.graphs.segments import SegmentGraphs
 from sensorium.worker.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
+_SOUNDS = "its decoder gets the sounds of new requests as well"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,14 +151,15 @@ def build_graphs(
             sizes=token_sizes,
         )
         logger.info("capturing CUDA graphs: %d batch sizes of decode steps", len(sizes))
-        no_segments: str | None = "its decoder gets the sounds of new requests as well"
-        if not adapter.max_cross_positions:
+        no_segments: str | None = _SOUNDS
+        has_sounds = adapter.max_cross_positions > 0 or adapter.is_streaming
+        if not has_sounds:
             logger.info("capturing CUDA graphs: %d token counts with prompts", len(token_sizes))
             no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
         _warn("decode steps run slower, without CUDA graphs: %s", no_decoding, adapter.device)
-    if no_segments is not None and not adapter.max_cross_positions:
+    if no_segments is not None and not has_sounds:
         _warn("steps with prompts run slower, without CUDA graphs: %s", no_segments, adapter.device)
     _log_cost(adapter.device, started, before)
     return Graphs(
@@ -211,8 +213,17 @@ def _make_buffers(
         max_cross_positions=adapter.max_cross_positions,
         has_mrope=adapter.has_mrope,
         has_long_factors=adapter.long_after is not None,
+        sounds=_make_sounds(adapter, options.max_num_seqs),
         device=adapter.device,
     )
+
+
+def _make_sounds(adapter: ModelAdapter, max_batch: int) -> torch.Tensor | None:
+    """Return memory for the sounds that a step adds to its tokens, if the model does so."""
+    if not adapter.is_streaming:
+        return None
+    width = int(adapter.text_config.hidden_size)
+    return torch.zeros(max_batch, width, dtype=adapter.dtype, device=adapter.device)
 
 
 def _describe(sizes: Sequence[int], reason: str | None) -> str:

@@ -42,6 +42,9 @@ class DecodeInputs:
     # [B], nonzero for long requests. None if the model treats all lengths alike.
     is_long: torch.Tensor | None
     cross_lens: torch.Tensor | None  # [B], of media; None if the model has no cross-attention
+    # [B, hidden], and [B] in tokens. None if the model does not take sounds while they go on.
+    sounds: torch.Tensor | None
+    delays: torch.Tensor | None
     slots: tuple[torch.Tensor, ...]  # per group: [B]
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [B, blocks of the longest request]
 
@@ -70,15 +73,17 @@ class DecodeBuffers:
         max_cross_positions: int = 0,
         has_mrope: bool,
         has_long_factors: bool,
+        sounds: torch.Tensor | None = None,  # [B, hidden], for models that take sounds
         device: torch.device,
     ) -> None:
+        self._sounds = sounds
         self._num_groups = len(groups)
         self._block_size = block_size
         self._has_mrope = has_mrope
         self._has_long_factors = has_long_factors
         lengths = [max_cross_positions if group.is_cross else max_model_len for group in groups]
         widths = [-(-length // block_size) + 1 for length in lengths]
-        num_words_per_row = 10 + sum(2 + width for width in widths)
+        num_words_per_row = 11 + sum(2 + width for width in widths)
         self._staging = StagingBuffer(device=device, num_words=max_batch * num_words_per_row)
         self._address = self._staging.address
         self._tables = [
@@ -91,12 +96,13 @@ class DecodeBuffers:
         size: int,
         table: RequestTable,
         unread: torch.Tensor | None = None,
+        sounds: torch.Tensor | None = None,
     ) -> DecodeInputs:
         """Copy the rows of a step to the device, padded to `size` rows, and return their tensors.
 
         A row is one request of the step, whose blocks are in `table`. `unread` are the tokens that
-        the step before has chosen. For the same `size`, the tensors have the same addresses each
-        time, as a CUDA graph requires.
+        the step before has chosen, and `sounds` the parts of their sounds. For the same `size`, the
+        tensors have the same addresses each time, as a CUDA graph requires.
         """
         columns = get_decode_columns(rows, table, self._block_size)
         arrays = self._make_arrays(columns, table, size)
@@ -112,12 +118,16 @@ class DecodeBuffers:
             if uploaded.numel():
                 static[: uploaded.shape[0], : uploaded.shape[1]].copy_(uploaded)
             static[len(rows) : size, :1].zero_()  # padding reads the null block
+        if self._sounds is not None and sounds is not None:
+            self._sounds[: len(rows)].copy_(sounds)
         return DecodeInputs(
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
             seq_lens=tensors["seq_lens"],
             is_long=tensors.get("is_long"),
             cross_lens=tensors.get("cross_lens"),
+            sounds=None if self._sounds is None else self._sounds[:size],
+            delays=tensors.get("delays"),
             slots=tuple(tensors[f"slots{index}"] for index in range(self._num_groups)),
             block_tables=tuple(static[:size] for static in self._tables),
         )
@@ -129,7 +139,7 @@ class DecodeBuffers:
 
         The block tables come last, because their size changes from step to step.
         """
-        positions = columns.positions if self._has_mrope else columns.index
+        positions = columns.positions if self._has_mrope else columns.positions[0]
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": _pad(columns.input_ids, size, 0),
             "positions": _pad(positions, size, 0),
@@ -137,6 +147,8 @@ class DecodeBuffers:
         }
         if self._has_long_factors:
             arrays["is_long"] = _pad(table.is_long[columns.rows], size, 0)
+        if self._sounds is not None:
+            arrays["delays"] = _pad(table.delays[columns.rows], size, 0)
         if table.cross_group is not None:
             cross_lens = table.num_cross_positions[columns.rows]
             arrays["cross_lens"] = _pad(cross_lens, size, 1)

@@ -197,13 +197,14 @@ class DecodeGraphs:
         size: int,
         table: RequestTable,
         unread: torch.Tensor | None = None,
+        sounds: torch.Tensor | None = None,
     ) -> DecodeResult:
         """Compute a step with the graph of `size` rows, and return its results.
 
         The blocks of the requests are in `table`. `unread` are the tokens that the step before has
-        chosen.
+        chosen, and `sounds` [rows, hidden] the parts of sounds that are added to them.
         """
-        self._buffers.fill(rows, size, table, unread)
+        self._buffers.fill(rows, size, table, unread, sounds)
         captured = self._captured[size]
         captured.recording.replay()
         return captured.results.get_front(len(rows))
@@ -211,7 +212,11 @@ class DecodeGraphs:
     def _compute(self, inputs: DecodeInputs) -> DecodeResult:
         """Return the logits and the likeliest tokens of a decode step, computed from its inputs."""
         adapter = self._adapter
-        embeds, extra = adapter.embed(inputs.input_ids, None, None)
+        at = None
+        if inputs.sounds is not None:
+            at = torch.arange(len(inputs.sounds), device=adapter.device)
+        embeds, extra = adapter.embed(inputs.input_ids, at, inputs.sounds)
+        extra |= adapter.make_conditions(inputs.delays)
         is_long = None if inputs.is_long is None else inputs.is_long.bool()
         call = _DecodeCall(self._kv_cache, self._kernels, inputs, self._windows, self._cross_group)
         with adapter.choosing_factors(is_long):

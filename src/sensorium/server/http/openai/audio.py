@@ -70,7 +70,7 @@ async def create_translation(http_request: Request, context: Context) -> Respons
 async def _answer(
     http_request: Request, context: Context, kind: type[SpeechRequest], task: Task
 ) -> Response:
-    transcriber = _get_transcriber(context, task)
+    transcriber = get_transcriber(context, task)
 
     def parse(fields: FormFields) -> tuple[_Work, str | None]:
         request, warning = read_request(kind, read_form_fields(kind, fields))
@@ -95,7 +95,7 @@ async def _answer(
     return _make_response(transcript, work)
 
 
-def _get_transcriber(context: Context, task: Task) -> Transcriber:
+def get_transcriber(context: Context, task: Task) -> Transcriber:
     """Return the transcriber of the served model.
 
     Raise an `ApiError` that names the right route if the model does not have this task.

@@ -30,7 +30,10 @@ _NAMES = {
     "/": "index.html",
     **{
         f"/welcome/{name}": name
-        for name in ("style.css", "welcome.js", "media.js", "speech.js", "trace.js", "icon.svg")
+        for name in (
+            *("style.css", "welcome.js", "media.js", "speech.js", "live.js", "worklet.js"),
+            *("trace.js", "icon.svg"),
+        )
     },
 }
 WELCOME_PATHS = frozenset(_NAMES)  # they need no API key
@@ -41,7 +44,7 @@ PAGE_PATHS = {
     **{f"/docs/{name}": name for name in ("docs.css", "docs.js")},
 }
 # Pages load nothing from other hosts and send nothing to them. `blob:` and `data:` are files that
-# the visitor has chosen.
+# the visitor has chosen. 'self' also allows WebSockets to this server.
 _POLICY = "; ".join(
     (
         "default-src 'none'",

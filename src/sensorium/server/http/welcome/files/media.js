@@ -1,6 +1,6 @@
 // Pictures, videos and sounds: chosen, dropped, drawn or recorded, as parts of a message.
 
-const RATE = 16000; // what speech encoders take
+export const RATE = 16000; // what speech encoders take
 const PIECE = 3 << 20; // bytes that are read at once: without a rest, in base64
 const EXTENSIONS = {
   image: /\.(png|jpe?g|webp|gif|avif|tiff?|bmp)$/i,
@@ -62,14 +62,18 @@ export function drawMedia({ kind, name, preview }) {
   return element;
 }
 
-/** Records until the function it returns is called, which gives a WAV file: 16 kHz, mono, 16 bits. */
-export async function record() {
+export async function openMicrophone() {
   if (!navigator.mediaDevices || !window.MediaRecorder)
     throw new Error("Browsers let a page record only over https, or from this machine (localhost).");
-  const stream = await navigator.mediaDevices.getUserMedia({ audio: true }).catch((error) => {
+  return navigator.mediaDevices.getUserMedia({ audio: true }).catch((error) => {
     const isMissing = error.name === "NotFoundError";
     throw new Error(isMissing ? "There is no microphone." : `The microphone can't be used: ${error.message}.`);
   });
+}
+
+/** Records until the function it returns is called, which gives a WAV file: 16 kHz, mono, 16 bits. */
+export async function record() {
+  const stream = await openMicrophone();
   const recorder = new MediaRecorder(stream);
   const pieces = [];
   recorder.ondataavailable = (event) => pieces.push(event.data);

@@ -3,6 +3,7 @@
 import {
   EXAMPLES, drawExample, drawMedia, findKind, forget, makeBody, makePart, readMedia, record,
 } from "./media.js";
+import { listen } from "./live.js";
 import { describe, drawTranscript, transcribe } from "./speech.js";
 import { drawTrace, make } from "./trace.js";
 
@@ -16,6 +17,7 @@ let attached = []; // media of the next question
 let running; // the AbortController of the answer that comes
 let isBeginning = false; // with an example that was clicked
 let reading = Promise.resolve(); // done when all files that came are attached, or refused
+let live; // while it listens live: what ends it
 let recording; // while it records: the promise of what ends it
 
 const makeError = ({ message, param }, status) => Object.assign(new Error(message), { param, status });
@@ -77,6 +79,7 @@ function setAbilities(capabilities) {
   const transcribes = capabilities.includes("transcription");
   document.body.classList.toggle("transcribes", transcribes);
   document.body.classList.toggle("chats", capabilities.includes("chat") || !transcribes);
+  $("live").hidden = !capabilities.includes("realtime");
   $("composer").ariaLabel = chats() ? "Your question" : "Your sound";
   $("turns").ariaLabel = chats() ? "Conversation" : "Transcripts";
   if (chats()) return;
@@ -232,6 +235,47 @@ async function hear(file) {
   return !controller.signal.aborted;
 }
 
+/** Begins to write down what the microphone hears, or ends that. */
+async function toggleLive() {
+  if (live) return live.end();
+  if (running) return notify("Something else is being answered: wait for it, or stop it.");
+  const controller = new AbortController();
+  const lines = new Map(); // item -> its line
+  const text = Object.assign(make("div", "transcript live"), { ariaLabel: "Live transcript", ariaLive: "polite" });
+  const status = Object.assign(make("p", "remark", "Listening …"), { role: "status" });
+  const turn = make("li", "turn", text, status);
+  const show = (id, words) => {
+    const wasAtEnd = isAtEnd();
+    if (!lines.has(id)) lines.set(id, text.appendChild(make("p", "")));
+    lines.get(id).append(words);
+    if (wasAtEnd) goToEnd();
+  };
+  $("intro").hidden = true;
+  $("turns").append(turn);
+  setRunning(controller);
+  notify("");
+  goToEnd();
+  let failure;
+  try {
+    live = await listen($("key").value.trim(), controller.signal, show);
+    setLive(true);
+    await live.ended;
+  } catch (error) {
+    failure = error.message;
+  }
+  live = undefined;
+  setLive(false);
+  if (running !== controller) return; // all was cleared meanwhile
+  setRunning(undefined);
+  if (failure) status.replaceWith(Object.assign(make("p", "failure", failure), { role: "alert" }));
+  else status.textContent = lines.size ? "Transcribed live." : "Nothing was said.";
+}
+
+function setLive(isLive) {
+  $("live").ariaPressed = String(isLive);
+  $("live").textContent = isLive ? "Stop listening" : "Listen live";
+}
+
 async function send() {
   if (running) return;
   if ($("record").ariaPressed === "true") toggleRecording(); // what is said belongs to the question
@@ -317,6 +361,7 @@ on($("sounds"), "change", async () => {
 on($("stop"), "click", () => running?.abort());
 on($("new"), "click", startOver);
 on($("record"), "click", toggleRecording);
+on($("live"), "click", toggleLive);
 on($("key"), "change", () => {
   sessionStorage.sensoriumKey = $("key").value.trim();
   findModel();

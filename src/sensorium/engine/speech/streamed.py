@@ -1,0 +1,57 @@
+"""What models that hear sounds while they go on can transcribe, such as Voxtral-Realtime."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sensorium.engine.speech.sounds import Sound, WithSoundProcessor
+from sensorium.multimodal.processing.sound_streams import StreamedSoundProcessor
+from sensorium.speech.options import SpeechOptions, check_sound_alone
+from sensorium.speech.pieces import PieceText, transcribe_cuts
+from sensorium.speech.whisper_tokens import SpeechTokenizer
+from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedModel(WithSoundProcessor):
+    """A model that writes down a sound of any length as one text, without times."""
+
+    processor: StreamedSoundProcessor
+    tokenizer: SpeechTokenizer
+    silent_ids: Collection[int]  # tokens that stand for no text
+    can_translate: bool = False
+    has_segments: bool = True
+    has_words: bool = False
+
+    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+        """Return the rules of one transcript: the whole sound is one window and one segment."""
+        check_sound_alone(options)
+        rate = self.processor.sampling_rate
+        num_positions = sound.num_positions
+
+        def make_request(start: int, end: int) -> WindowRequest:
+            del start, end
+            return WindowRequest(
+                first_frame=0,
+                num_frames=sound.num_frames,
+                prompt_token_ids=self.processor.start_token_ids,
+                max_tokens=num_positions,
+                temperature=options.temperature or 0.0,
+            )
+
+        def read(result: WindowResult) -> PieceText:
+            token_ids = result.token_ids
+            kept = [i for i, token_id in enumerate(token_ids) if token_id not in self.silent_ids]
+            text = self.tokenizer.decode(token_ids).strip()
+            return PieceText(text=text, kept=kept, num_audio_tokens=num_positions)
+
+        return transcribe_cuts(
+            [(0, math.ceil(sound.duration_s * rate))],
+            rate,
+            make_request=make_request,
+            read=read,
+            tokenizer=self.tokenizer,
+            options=options,
+        )

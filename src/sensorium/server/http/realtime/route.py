@@ -1,0 +1,120 @@
+"""The route `/v1/realtime`: speech that is transcribed while it is spoken, over a WebSocket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from sensorium.server.http.calls import Context, check_model
+from sensorium.server.http.errors import ApiError
+from sensorium.server.http.openai.audio import get_transcriber
+from sensorium.server.http.realtime.connection import (
+    CLIENT_LEFT,
+    DRAINING,
+    Deadlines,
+    Ending,
+    EndName,
+    RealtimeConnection,
+)
+from sensorium.server.http.realtime.dialects import Dialect
+from sensorium.server.http.realtime.openai_dialect import OpenAIDialect
+from sensorium.server.http.realtime.vllm_dialect import VllmDialect
+from sensorium.speech.live.session import LiveSession, LiveSource
+
+_SUBPROTOCOL = "realtime"  # the one that OpenAI's clients in browsers offer, beside their key
+_CLOSE_TIMEOUT_S = 1.0  # for a close frame that waits behind data that the client did not read
+
+
+async def serve_realtime(websocket: WebSocket, context: Context) -> None:
+    """Serve one live session, or raise an error before the WebSocket is accepted."""
+    source = _get_source(context)
+    dialect = _choose_dialect(websocket, context, source)
+    session = source.open(dialect.options)
+    try:
+        offered = websocket.scope.get("subprotocols") or ()
+        await websocket.accept(_SUBPROTOCOL if _SUBPROTOCOL in offered else None)
+        ending = await _run(websocket, context, dialect, session)
+    finally:
+        await session.close()
+    await _close(websocket, ending)
+
+
+async def _run(
+    websocket: WebSocket, context: Context, dialect: Dialect, session: LiveSession
+) -> Ending:
+    """Carry a session over an accepted WebSocket, measure it, and return why it ended."""
+    options, state = context.options, websocket.scope["state"]
+    with context.metrics.track_websocket():
+        clock = context.metrics.start_session()
+        end: EndName = "internal"
+        try:
+            connection = RealtimeConnection(
+                websocket=websocket,
+                dialect=dialect,
+                session=session,
+                deadlines=Deadlines(
+                    options.realtime_idle_timeout, options.realtime_max_session, time.monotonic()
+                ),
+                clock=clock,
+                failures=context.failures,
+                draining=state.get("draining") or asyncio.Event(),
+                lost=state.get("lost") or asyncio.Event(),
+                send_timeout_s=options.stream_timeout or None,
+            )
+            ending = await connection.run()
+            end = ending.name
+        except asyncio.CancelledError:  # the server can't wait for this session any longer
+            end = DRAINING.name
+            await _close(websocket, DRAINING)
+            if "hang_up" in state:
+                state["hang_up"]()  # the event loop ends, and can't wait for the client's answer
+            raise
+        finally:
+            clock.end(end)
+    return ending
+
+
+async def _close(websocket: WebSocket, ending: Ending) -> None:
+    """Send the close frame, or drop the connection of a client that does not take it."""
+    if ending.code is not None:
+        with suppress(
+            WebSocketDisconnect, RuntimeError, TimeoutError
+        ):  # it may have left meanwhile
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await websocket.close(ending.code, ending.words)
+                return
+    if ending is not CLIENT_LEFT and "abort" in websocket.scope["state"]:
+        websocket.scope["state"]["abort"]()
+
+
+def _get_source(context: Context) -> LiveSource:
+    get_transcriber(context, "transcribe")  # raises if the model does not transcribe
+    if context.live is None:
+        raise ApiError("This server has no live sessions.", code="unsupported_route")
+    return context.live
+
+
+def _choose_dialect(websocket: WebSocket, context: Context, source: LiveSource) -> Dialect:
+    """Return the dialect that the address asks for, because both greet before the client speaks."""
+    query, names = websocket.query_params, context.options.model_names
+    model, intent = query.get("model"), query.get("intent")
+    check_model(model, names)
+    if intent not in (None, "transcription"):
+        raise ApiError(
+            "This server has transcription sessions only: set intent to transcription.",
+            param="intent",
+        )
+    default = "vllm" if model is None and intent is None else "openai"
+    dialect = query.get("dialect", default)
+    if dialect == "vllm":
+        return VllmDialect(source=source, model_names=names)
+    if dialect == "openai":
+        max_s = context.options.realtime_max_session
+        expires_at = int(time.time() + max_s) if max_s else None
+        return OpenAIDialect(
+            source=source, model=model or names[0], model_names=names, expires_at=expires_at
+        )
+    raise ApiError("The dialect must be openai or vllm.", param="dialect")

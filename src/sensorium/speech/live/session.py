@@ -1,0 +1,177 @@
+"""What a live session is to those who use it: sound goes in, and events come out.
+
+A server opens a session from a `LiveSource`. It does not know whether the model transcribes turn by
+turn, or token by token while the sound still comes. It passes samples on in the order in which they
+come, and sends the events to its client in the order in which it gets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from sensorium.speech.transcript import TokenScore, Transcript
+
+if TYPE_CHECKING:  # metrics import this module, and must not load numpy
+    from sensorium.utils.silences import Samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnDetection:
+    """How turns are found: OpenAI's `server_vad`, with its defaults."""
+
+    threshold: float = 0.5  # a frame has a voice if it is at least so likely
+    prefix_padding_ms: int = 300  # of sound before the voice
+    silence_duration_ms: int = 500  # after which a turn has ended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveOptions:
+    """What a client may choose about a live session."""
+
+    language: str | None = None  # a code such as "en" or a name such as "english"; None: found
+    prompt: str = ""  # text that comes before the sound, with names or in the style that is wanted
+    # How turns are found; `None`: the client commits.
+    turn_detection: TurnDetection | None = field(default_factory=TurnDetection)
+    needs_logprobs: bool = False
+    # How far the text is behind the sound, for models that hear it while it goes on. `None`: as far
+    # as the model recommends.
+    delay_ms: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechStarted:
+    """An event that is sent when a voice is heard: an item begins."""
+
+    item_id: str
+    start_ms: int  # from the begin of the session
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechStopped:
+    """An event that is sent when the voice of an item was silent for long enough."""
+
+    item_id: str
+    end_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """An event that is sent when the sound of an item is complete, and waits to be transcribed."""
+
+    item_id: str
+    previous_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """The next part of the text of an item. It is final."""
+
+    item_id: str
+    text: str
+    scores: tuple[TokenScore, ...] = ()  # of the tokens of this part, if they were asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """An event that is sent when an item was transcribed. The deltas together are its text."""
+
+    item_id: str
+    transcript: Transcript
+    audio_s: float  # of all sound since the item before: its own, and the silence between them
+    work_s: float  # that the transcription took, without the time for which it has waited
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An event that is sent when an item can't be transcribed. The session goes on."""
+
+    item_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """An event that is sent when the sound that was not committed is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """An event that is sent when all sound before a `flush` is transcribed, or has failed."""
+
+    audio_s: float  # of all sound since the begin, or since the flush before
+
+
+LiveEvent = (
+    SpeechStarted | SpeechStopped | Committed | TextDelta | Completed | Failed | Cleared | Flushed
+)
+
+
+class LiveSession(Protocol):
+    """One client's sound, and what is written down of it.
+
+    One task calls the methods, and another one reads the events. A method that takes sound waits
+    while too much of it is not transcribed yet, or too many events are not read.
+    """
+
+    @property
+    def waiting_s(self) -> float:
+        """Return the seconds of sound that were taken, and are not transcribed or dropped yet."""
+        ...
+
+    def configure(self, options: LiveOptions) -> None:
+        """Change the options. A new way to detect turns drops what was not committed."""
+        ...
+
+    async def append(self, samples: Samples) -> None:
+        """Take the next samples, at 16 kHz. Raise a `RequestError` if there is no room for them."""
+        ...
+
+    async def commit(self) -> None:
+        """End the item now. Raise a `RequestError` if there is no sound for one."""
+        ...
+
+    async def clear(self) -> None:
+        """Drop the sound that was not committed."""
+        ...
+
+    async def flush(self) -> None:
+        """Take all sound for complete, and send `Flushed` when it is transcribed.
+
+        Without turn detection, what was not committed is part of it only if the model has begun to
+        write it down, or `commit` was called.
+        """
+        ...
+
+    def get_events(self) -> AsyncIterator[LiveEvent]:
+        """Return an endless iterator over the events, in their order."""
+        ...
+
+    async def settle(self) -> None:
+        """Wait until the reader has done its work on all events so far.
+
+        So the answer to a message does not overtake the events of the messages before it.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the session at once, and abort what is being transcribed."""
+        ...
+
+
+class LiveSource(Protocol):
+    """A part of the engine that opens live sessions."""
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether text comes while an item is still spoken, also without turn detection."""
+        ...
+
+    def check(self, options: LiveOptions) -> None:
+        """Raise a `RequestError` if the model can't do what the options ask for."""
+        ...
+
+    def open(self, options: LiveOptions) -> LiveSession:
+        """Return a new session. The caller has to close it."""
+        ...

@@ -1,0 +1,80 @@
+"""Carries out steps of models that hear sounds while they go on, such as Voxtral-Realtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sensorium.models.streaming import StreamingAdapter
+from sensorium.types.errors import RequestError
+from sensorium.types.request import EngineCoreRequest
+from sensorium.types.scheduling import ScheduledRequest, SchedulerOutput
+from sensorium.worker.model_runner import ModelRunner
+from sensorium.worker.sound_queues import SoundQueue, encode_sounds
+
+
+class StreamingRunner(ModelRunner):
+    """A runner of steps in which every token has a part of a sound.
+
+    A request brings its sound with it, or it comes part by part with `append_sound`.
+    """
+
+    def __init__(self, adapter: StreamingAdapter, **parts: Any) -> None:
+        super().__init__(adapter, **parts)
+        self._streaming = adapter
+        self._sounds: dict[str, SoundQueue] = {}
+        self._input_batch = replace(self._input_batch, sounds=self._sounds)
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        if request.stream is None:
+            raise RequestError("this model needs a sound: send one with the prompt")
+        super().add_request(request)
+        self._sounds[request.request_id] = SoundQueue()
+
+    def append_sound(self, request_id: str, features: torch.Tensor) -> int:
+        self._sounds[request_id].append(features)
+        return features.shape[-1] // self._streaming.frames_per_token
+
+    def forget_request(self, request_id: str) -> None:
+        super().forget_request(request_id)
+        self._sounds.pop(request_id, None)
+
+    def _apply_changes(self, output: SchedulerOutput) -> None:
+        for request_id, count in output.dropped_tokens:
+            if request_id in self._states:  # it may have ended since
+                self._states[request_id].drop_tokens(count, self._block_size)
+                self._sounds[request_id].renumber(count)
+        super()._apply_changes(output)
+        for started in output.started:
+            self._load_whole(started.request)
+
+    def _load_whole(self, request: EngineCoreRequest) -> None:
+        """Take the sound that a request brought with it from the beginning."""
+        if request.mm_features:
+            item = self._payloads[request.mm_features[0].mm_hash]
+            queue = self._sounds[request.request_id] = SoundQueue()
+            queue.append(item["input_features"][0])
+
+    def _get_left_out(
+        self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
+    ) -> dict[str, RequestError]:
+        del failed  # nothing is in the encoder cache
+        wanted = {
+            entry.request_id: (
+                self._sounds[entry.request_id],
+                entry.num_computed_tokens + entry.num_new_tokens,
+            )
+            for entry in scheduled
+            if self._states[entry.request_id].failure is None
+        }
+        errors = encode_sounds(self._streaming, wanted)
+        left_out: dict[str, RequestError] = {}
+        for entry in scheduled:
+            state = self._states[entry.request_id]
+            state.failure = state.failure or errors.get(entry.request_id)
+            if state.failure is not None:
+                left_out[entry.request_id] = state.failure
+        return left_out
