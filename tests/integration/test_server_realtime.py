@@ -77,6 +77,7 @@ def test_the_embedded_model_writes_down_what_is_said(server: ServerProcess) -> N
     metrics = server.get_metrics()
     assert metrics['sensorium:realtime_sessions_total{end="client"}'] == 2
     assert metrics["sensorium:realtime_lag_seconds_count"] == 4
+    assert metrics["sensorium:realtime_chunk_seconds_count"] > 4
     assert metrics["sensorium:realtime_waiting_seconds"] == pytest.approx(0, abs=1e-6)
     heard_s = 2 * len(speak("speech", "question")) / RATE
     assert metrics["sensorium:realtime_audio_seconds_total"] == pytest.approx(heard_s)

@@ -278,6 +278,11 @@ DEFINITIONS = (
         "Seconds of audio that sessions hold and that are not transcribed yet.",
     ),
     _histogram(
+        "sensorium:realtime_chunk_seconds",
+        "Seconds until a chunk of audio was decoded, and taken by its session.",
+        _LAG,
+    ),
+    _histogram(
         "sensorium:realtime_lag_seconds",
         "Seconds from the end of an item's audio to the end of its transcript.",
         _REQUEST,

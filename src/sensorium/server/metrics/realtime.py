@@ -32,6 +32,10 @@ class SessionClock:
     def count_audio(self, seconds: float) -> None:
         self._metrics.counter("sensorium:realtime_audio_seconds_total").inc(seconds)
 
+    def on_chunk(self, seconds: float) -> None:
+        """Record how long it took until a chunk of audio was taken."""
+        self._observe("sensorium:realtime_chunk_seconds", seconds)
+
     def set_waiting(self, seconds: float) -> None:
         """Record how many seconds of sound the session holds that are not transcribed yet."""
         self._metrics.gauge(_WAITING).inc(seconds - self._waiting_s)

@@ -221,11 +221,12 @@ class RealtimeConnection:
 
     async def _carry_out(self, command: Command) -> None:
         if isinstance(command, Append):
-            audio = command.audio
+            audio, began = command.audio, self.now()
             self.clock.count_audio(self.dialect.audio_format.count_seconds(len(audio)))
             decode = partial(self._decoder.decode, audio)
             is_small = len(audio) <= _LARGE_MESSAGE
             await self._append(decode() if is_small else await run_in_thread(decode))
+            self.clock.on_chunk(self.now() - began)
         elif isinstance(command, Commit):
             # The resampler holds back the end of what was sent so far.
             await self._append(self._decoder.flush())
