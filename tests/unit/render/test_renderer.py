@@ -35,6 +35,7 @@ def make_renderer(
         tokenizer=tokenizer,
         modalities=modalities,
         markers={modality: MARKERS[modality] for modality in modalities},
+        beside=None,
     )
     return ChatRenderer(processor)
 
