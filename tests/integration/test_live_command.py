@@ -68,6 +68,19 @@ def test_a_file_is_read_to_its_end(server: ServerProcess, tmp_path: Path) -> Non
     assert found.stdout.decode().splitlines() == list(WORDS.values()) * 4
 
 
+def test_no_audio_at_all_prints_nothing(server: ServerProcess) -> None:
+    """Cron and systemd give a command this standard input, which can't be waited for."""
+    found = subprocess.run(
+        [sys.executable, "-c", COMMAND, "transcribe", "--live", "-", "--url", server.get_url()],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OPENAI_API_KEY": KEY},
+        check=False,
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
+
+
 def test_silence_prints_nothing(server: ServerProcess) -> None:
     process = start("-", "--url", server.get_url())
     output, errors = process.communicate(bytes(32_000), timeout=TIMEOUT_S)

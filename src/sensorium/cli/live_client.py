@@ -75,12 +75,22 @@ class LiveClient:
         session = {"type": "transcription", "audio": audio}
         await _send(socket, "session.update", session=session)
         sender = asyncio.create_task(self._send_audio(socket, descriptor))
+        receiver = asyncio.create_task(self._receive(socket))
         try:
-            while not (self._is_sent and not self._open_items):
-                self._take(json.loads(await socket.recv()))
+            # The sender ends first, as a rule. If it fails, nothing more would come.
+            await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in (sender, receiver):
+                if task.done():
+                    task.result()
         finally:
+            receiver.cancel()
             sender.cancel()
-            await asyncio.gather(sender, return_exceptions=True)
+            await asyncio.gather(sender, receiver, return_exceptions=True)
+
+    async def _receive(self, socket: ClientConnection) -> None:
+        """Print what comes until all audio was sent and transcribed."""
+        while not (self._is_sent and not self._open_items):
+            self._take(json.loads(await socket.recv()))
 
     async def _send_audio(self, socket: ClientConnection, descriptor: int) -> None:
         with suppress(ConnectionClosed):  # the receiver gets it too, and says why
@@ -115,7 +125,9 @@ class LiveClient:
 
 async def _read_chunks(descriptor: int) -> AsyncIterator[bytes]:
     """Yield the bytes of a file or a pipe. Waiting for a pipe can be interrupted."""
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    # Others, such as files and /dev/null, are always ready, and can't be waited for.
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
         while chunk := os.read(descriptor, _CHUNK_BYTES):
             yield chunk
         return

@@ -299,6 +299,8 @@ def _run_live(arguments: argparse.Namespace) -> None:
         key=arguments.api_key or os.environ.get(_KEY_VARIABLE),
         fields={name: value for name, value in chosen.items() if value is not None},
     )
+    if sys.stdin is None:  # it was closed
+        sys.exit("sensorium: there is no standard input to read audio from")
     if client.run(sys.stdin.fileno()):
         sys.exit(1)
 

@@ -30,6 +30,7 @@ MIN_COMMIT_S = 0.1  # as in OpenAI's API
 EMPTY_CODE = "input_audio_buffer_commit_empty"
 FULL_CODE = "input_audio_buffer_full"
 _HYSTERESIS = 0.15  # below the threshold, a voice that was there still counts; Silero's own value
+_LEAST = 0.01  # a voice that is less likely is never there, whatever the threshold is
 _SAMPLE_BYTES = 4
 _SEARCHED = 1 / 3  # the last part of a turn that is too long, in which it is cut
 
@@ -180,16 +181,24 @@ class TurnBuffer:
         self._likely.append(likely)
         if likely >= detection.threshold:
             self._silent_from = None
-        elif likely < detection.threshold - _HYSTERESIS and self._silent_from is None:
+        elif likely < self._get_silence() and self._silent_from is None:
             self._silent_from = self._looked - FRAME
-        silent_from = self._looked if self._silent_from is None else self._silent_from
-        if self._looked - silent_from >= self._count("silence_duration_ms"):
+        has_ended = (
+            self._silent_from is not None
+            and self._looked - self._silent_from >= self._count("silence_duration_ms")
+        )
+        if has_ended:
             turn = self._cut(self._start, self._looked)
             self._start, self._silent_from, self._likely = None, None, []
             return (turn,)
         if self._looked + FRAME - self._start > MAX_TURN_S * RATE:
             return self._cut_long(self._start)
         return ()
+
+    def _get_silence(self) -> float:
+        """Return how likely a voice must be at least, so that it still counts."""
+        threshold = 0.0 if self._detection is None else self._detection.threshold
+        return max(threshold - _HYSTERESIS, min(threshold, _LEAST))
 
     def _cut_long(self, start: int) -> Sequence[TurnEvent]:
         """Return the two parts of a turn that is too long: it ends, and another begins there.

@@ -55,6 +55,19 @@ def test_a_short_pause_does_not_end_a_turn() -> None:
     assert len(add(make_buffer(short), sound)) == 4
 
 
+@pytest.mark.parametrize("threshold", [0.02, 0.1, 0.15, 1.0])
+def test_any_threshold_lets_a_turn_end(threshold: float) -> None:
+    sound = make_sound((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
+    events = add(make_buffer(TurnDetection(threshold=threshold)), sound)
+    assert [type(event) for event in events] == [TurnStarted, TurnEnded]
+
+
+def test_a_turn_ends_at_once_but_not_while_there_is_a_voice() -> None:
+    sound = make_sound((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
+    events = add(make_buffer(TurnDetection(silence_duration_ms=0)), sound)
+    assert [type(event) for event in events] == [TurnStarted, TurnEnded]
+
+
 def test_turns_do_not_overlap() -> None:
     long_padding = TurnDetection(prefix_padding_ms=2000, silence_duration_ms=100)
     sound = make_sound((LOUD, 0.5), (QUIET, 0.3), (LOUD, 0.5), (QUIET, 0.3))

@@ -128,7 +128,10 @@ def read_audio(message: Mapping[str, Any]) -> Append:
 def make_unknown_error(kind: str) -> ApiError:
     """Return the error for a message with a type that the dialect does not have."""
     return ApiError(
-        f"There is no message of the type {kind[:100]!r} here.", param="type", code="unknown_event"
+        f"There is no message of the type {kind[:100]!r} here. This server only transcribes: it "
+        "takes session.update and input_audio_buffer.append, .commit and .clear.",
+        param="type",
+        code="unknown_event",
     )
 
 

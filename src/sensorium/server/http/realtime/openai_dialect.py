@@ -215,7 +215,7 @@ class OpenAIDialect:
                 options = replace(options, turn_detection=_read_detection(given.turn_detection))
         chosen = given.transcription
         if chosen is None:
-            return replace(options, language=None, prompt="")
+            return replace(options, language=None, prompt="", delay_ms=None)
         if chosen is UNSET:
             return options
         with at("transcription"):

@@ -62,6 +62,12 @@ class VllmDialect:
         if kind == "input_audio_buffer.clear":
             return Clear()
         if kind == "session.update":
+            if "session" in message:
+                raise RequestError(
+                    "belongs to OpenAI's dialect, and this connection has vLLM's: add "
+                    "?intent=transcription to the address",
+                    path=("session",),
+                )
             model = message.get("model")
             if model is not None and not isinstance(model, str):
                 raise RequestError("must be text", path=("model",))

@@ -81,3 +81,10 @@ def test_the_address_decides_the_dialect(
 ) -> None:
     with Talker(server.url, query) as talker:
         assert ("session" in talker.receive()) == is_openai
+
+
+def test_a_message_of_the_other_dialect_is_named(server: RunningServer) -> None:
+    with Talker(server.url) as talker:
+        talker.receive()
+        talker.send("session.update", session={"type": "transcription"})
+        assert "?intent=transcription" in talker.receive()["error"]
