@@ -21,7 +21,7 @@ class Listeners:
     def __init__(self, kv_cache: KVCacheManager, *, max_num_open: int) -> None:
         self._kv_cache = kv_cache
         self._max_num_open = max_num_open
-        self._open: set[str] = set()  # the ids of all requests with more sound to come
+        self._open: set[str] = set()  # the ids of all requests that have a seat set aside
         self._waiting: dict[str, Request] = {}
         self._dropped: list[tuple[str, int]] = []
         # Whether others can't run before one of these goes on or ends.

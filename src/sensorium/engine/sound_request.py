@@ -21,7 +21,7 @@ class SendFeatures(Protocol):
 
 
 class SoundRequest:
-    """A request whose sound comes part by part, and whose text comes meanwhile.
+    """A request that gets its sound part by part, and returns its text meanwhile.
 
     It belongs to one event loop. Its sound is sent as features, and only those that are new.
     """

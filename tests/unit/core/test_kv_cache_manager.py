@@ -5,7 +5,7 @@ import pytest
 from sensorium.core.block_pool import NULL_BLOCK, BlockPool
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.request import Request
-from sensorium.types.errors import InvariantError
+from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.scheduling import KVCacheGroup
 from tests.property.strategies import make_request
 
@@ -177,3 +177,14 @@ def test_twin_of_a_named_block_stays_without_a_name() -> None:
     pool.release([duplicate])
     assert pool.allocate(1) == [duplicate]  # nothing is lost with it
     assert pool.statistics().num_evictions == 0
+
+
+def test_what_is_set_aside_leaves_room_for_another_request() -> None:
+    """Without that, a request that finds no room is preempted again and again."""
+    cache = make_cache(8, num_blocks=21)
+    cache.reserve(make("first", 2), max_model_len=100, max_new_tokens=8)  # 7 blocks of 20
+    # Two would have 14, less than three quarters. But another request may need 9.
+    with pytest.raises(CapacityError, match="try again later"):
+        cache.reserve(make("second", 2), max_model_len=100, max_new_tokens=8)
+    cache.free("first")
+    cache.reserve(make("second", 2), max_model_len=100, max_new_tokens=8)
