@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, WhisperFeatureExtractor
 
 from sensorium.models.encoder_decoder import count_positions, get_max_positions
 from sensorium.types.errors import RequestError
@@ -37,6 +37,8 @@ class SoundProcessor:
         (self.input_name,) = extractor.model_input_names[:1]
         # The frames of a window, which shorter sounds are padded to. None: sounds are not padded.
         self._num_window_frames: int | None = getattr(extractor, "nb_max_frames", None)
+        # Whisper makes the same features of all silence behind a sound, unless noise is added.
+        self._is_silence_even = type(extractor) is WhisperFeatureExtractor and not extractor.dither
         self.max_positions = get_max_positions(model_class, config)
         # With these tokens the decoder begins if a prompt has none.
         self.start_token_ids: tuple[int, ...] = (int(config.decoder_start_token_id),)
@@ -46,16 +48,36 @@ class SoundProcessor:
 
         Raise `RequestError` if the sound is too short for the encoder.
         """
-        options: dict[str, Any] = {"sampling_rate": self.sampling_rate, "return_tensors": "pt"}
-        window = self._num_window_frames
-        if window is not None and len(sound) > window * self.samples_per_frame:
-            options |= {"truncation": False, "padding": "longest"}
-        features: torch.Tensor = self._extractor(sound, **options)[self.input_name]
-        tensors = self._make_item(features, len(sound))
+        tensors = self._make_item(self._extract(sound), len(sound))
         num_positions = self.count_positions(tensors)
         if num_positions < 1:
             raise RequestError("this sound is too short: the model takes nothing of it")
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
+
+    def _extract(self, sound: Samples) -> torch.Tensor:
+        """Return the features of a whole sound, padded to a window if the sound is shorter."""
+        options: dict[str, Any] = {"sampling_rate": self.sampling_rate, "return_tensors": "pt"}
+        num_frames = self._num_window_frames
+        if num_frames is None:
+            return self._run_extractor(sound, options)
+        window = num_frames * self.samples_per_frame
+        whole = options | {"truncation": False, "padding": "longest"}
+        if len(sound) > window:
+            return self._run_extractor(sound, whole)
+        if self._is_silence_even:
+            # Most of the time goes into the silence behind a short sound. So only as much of it is
+            # computed as reaches into the last frame, and that frame is repeated.
+            hop = self.samples_per_frame
+            size = (len(sound) + 2 * self._extractor.n_fft) // hop * hop
+            if size < window:
+                features = self._run_extractor(np.pad(sound, (0, size - len(sound))), whole)
+                num_missing = num_frames - features.shape[-1]
+                return torch.nn.functional.pad(features, (0, num_missing), mode="replicate")
+        return self._run_extractor(sound, options)
+
+    def _run_extractor(self, sound: Samples, options: dict[str, Any]) -> torch.Tensor:
+        features: torch.Tensor = self._extractor(sound, **options)[self.input_name]
+        return features
 
     def _make_item(self, features: torch.Tensor, num_samples: int) -> MultiModalKwargsItem:
         return {self.input_name: features, NUM_SAMPLES: torch.tensor([num_samples])}
