@@ -48,13 +48,13 @@ class SoundProcessor:
 
         Raise `RequestError` if the sound is too short for the encoder.
         """
-        tensors = self._make_item(self._extract(sound), len(sound))
+        tensors = self._make_item(self._compute_features(sound), len(sound))
         num_positions = self.count_positions(tensors)
         if num_positions < 1:
             raise RequestError("this sound is too short: the model takes nothing of it")
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
 
-    def _extract(self, sound: Samples) -> torch.Tensor:
+    def _compute_features(self, sound: Samples) -> torch.Tensor:
         """Return the features of a whole sound, padded to a window if the sound is shorter."""
         options: dict[str, Any] = {"sampling_rate": self.sampling_rate, "return_tensors": "pt"}
         num_frames = self._num_window_frames
