@@ -34,7 +34,7 @@ def build(tiny_model: Callable[[str], str]) -> Iterator[Build]:
             engine=EngineOptions(max_model_len=512, max_num_seqs=4, **engine),
             **more,
         )
-        loop, info = build_core_app(StartCore(options=options, socket_dir=folder, life=3))
+        loop, info, _ = build_core_app(StartCore(options=options, socket_dir=folder, life=3))
         assert Path(folder, "core-3.sock").exists()
         thread = threading.Thread(target=loop.run)
         thread.start()

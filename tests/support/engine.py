@@ -188,5 +188,5 @@ def capture_encoders(llm: LLM, recorder: Recorder) -> EncoderGraphs:
     """Let an engine capture its encoders, as the core of a server does."""
     runner: Any = llm.core.runner
     graphs = EncoderGraphs(runner._adapter, recorder, max_bytes=1 << 30)
-    runner._encoder_runner = EncoderRunner(runner._adapter, runner.encoder_cache, graphs.encode)
+    runner.encoder_runner = EncoderRunner(runner._adapter, runner.encoder_cache, graphs.encode)
     return graphs

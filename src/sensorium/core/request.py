@@ -28,7 +28,7 @@ from sensorium.types.request import (
     TokenLogprobs,
 )
 from sensorium.types.sampling import SamplingParams
-from sensorium.types.scheduling import StepMode
+from sensorium.types.scheduling import EncoderInput, ModelRunnerOutput, StepMode
 
 # The order of service: the priority, then the arrival. Smaller comes first, and all are different.
 Rank = tuple[int, int]
@@ -89,6 +89,9 @@ class Request:
         # Layers with cross-attention have the keys and values of its media, and need no more.
         self.has_media = False
         self.encoder_hits: list[int] = []  # items with an encoder output in the cache
+        self._encoder_loads: set[int] = (
+            set()
+        )  # items with an encoder output that was computed before
         self.arrived = arrived
         self.scheduled: float | None = None  # for the first time
         self.first_token: float | None = None
@@ -265,6 +268,12 @@ class Request:
         self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
 
+    def note_encoded(self, items: Iterable[EncoderInput], result: ModelRunnerOutput) -> None:
+        """Record how long a step took to encode media items, and which needed no encoder."""
+        self.encode_s += result.encode_s
+        if result.loaded_encodes:
+            self._encoder_loads |= {i.mm_index for i in items if i.key in result.loaded_encodes}
+
     def make_output(
         self,
         reason: FinishReason | None,
@@ -296,6 +305,7 @@ class Request:
             num_cached_tokens=self.num_cached_tokens or 0,
             num_encoder_hits=len(self.encoder_hits),
             encoder_hits=tuple(sorted(self.encoder_hits)) if may_be_last else (),
+            encoder_loads=tuple(sorted(self._encoder_loads)) if may_be_last else (),
             times=self._make_times(now) if may_be_last else None,
         )
 

@@ -395,7 +395,7 @@ class Scheduler:
             if encoder_input.key not in result.failed_encodes:
                 self.encoder_cache.mark_computed(encoder_input.key)
         if (request := self._get_scheduled(scheduled)) is not None:
-            request.encode_s += result.encode_s
+            request.note_encoded(scheduled.encoder_inputs, result)
 
     def _fail_requests(
         self, output: SchedulerOutput, result: ModelRunnerOutput

@@ -99,6 +99,20 @@ def get_revision(directory: Path) -> str:
     return hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
 
 
+def get_weights_identity(directory: Path) -> str:
+    """Return a text that differs from that of every checkpoint with other weights.
+
+    It is the revision and, outside of the hub's cache, the name, the size and the time of each file
+    of weights. So a copy of a directory has the same identity only if the copy keeps times.
+    """
+    lines = [get_revision(directory)]
+    if directory.parent.name != "snapshots":
+        for path in sorted(directory.glob("*.safetensors")):
+            found = path.stat()
+            lines.append(f"{path.name} {found.st_size} {found.st_mtime_ns}")
+    return "\n".join(lines)
+
+
 def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, ...]:
     """Return the paths of a checkpoint's safetensors files, and download them if they are missing.
 

@@ -16,6 +16,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache
@@ -30,6 +31,7 @@ from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBacke
 from sensorium.multimodal.processing.item_worker import ItemJob, StageTimes, add_times
 from sensorium.multimodal.processing.layouts import SizeLayouts
 from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFlight, Waiter
+from sensorium.multimodal.tiers.tiers import MediaTiers
 from sensorium.types.errors import (
     CapacityError,
     FieldPath,
@@ -76,6 +78,8 @@ class MediaPipeline:
     limits: MediaLimits
     shared: ShmSender | None = None  # `cache`, if other processes put items into it
     layouts: SizeLayouts | None = None  # for requests that need no tensors
+    tiers: MediaTiers | None = None  # where items are found that no cache has
+    takes_encoded: bool = False  # the requests go to an engine that takes encoder outputs of a tier
     flights: SingleFlight[str, _Result] = field(default_factory=SingleFlight)
 
     def for_warmup(self) -> MediaPipeline:
@@ -175,6 +179,27 @@ class MediaPipeline:
             (item.given_hash or mm_hash,),
             item.path,
         )
+
+    def load_stored(self, job: ItemJob) -> Flight | None:
+        """Return the processed media item from a tier as a finished flight, or None without one."""
+        if self.tiers is None:
+            return None
+        times = StageTimes()
+        with times.measure("load"):
+            item = self.tiers.load_item(job.mm_hash, takes_encoded=self.takes_encoded)
+        if item is None or item.modality != job.modality:
+            return None
+        return FinishedFlight(FinishedItem(result=item, times=times.get(), is_stored=True))
+
+    def store(self, handle: ItemHandle) -> None:
+        """Keep a media item that was just processed in the tiers, if there are any."""
+        if self.tiers is None or handle.layout is None:
+            return
+        kwargs, shared, mm_hash = handle.kwargs, self.shared, handle.mm_hash
+        if kwargs is not None:
+            self.tiers.save_item(handle, lambda: nullcontext(kwargs), handle.num_bytes)
+        elif shared is not None:
+            self.tiers.save_item(handle, lambda: shared.reading(mm_hash), 0)
 
     def _load(self, calls: Sequence[_ItemCall], cancelled: Future[None] | None) -> Pausing[None]:
         sources = [(call.item.media, call.item.modality) for call in calls]
@@ -317,7 +342,8 @@ class _ItemCall:
                 job.mm_hash
             ):  # another request has put it there since the look-up
                 return FinishedFlight(None)
-            return pipeline.backend.start(job, source)
+            stored = pipeline.load_stored(job)
+            return pipeline.backend.start(job, source) if stored is None else stored
 
         self._waiter = pipeline.flights.join(job.mm_hash, start)
 
@@ -366,6 +392,8 @@ class _ItemCall:
         elif result is not None and pipeline.shared is not None and waiter.is_leader:
             self._handle = pipeline.shared.adopt(mm_hash, result)
         # Otherwise the cache has it, and `finish` finds it there.
+        if self._handle is not None and waiter.is_leader and finished and not finished.is_stored:
+            pipeline.store(self._handle)
         waiter.leave()
         self._waiter = None
 

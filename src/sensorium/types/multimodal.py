@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
 # The name of the only tensor of an item that came as the output of an encoder.
 PRECOMPUTED = "embeds"
+# The name of the tensor with the output of our own encoder, in an item that needs no encoding. Its
+# small tensors may stand beside it, because positions depend on them.
+ENCODED = "encoder_output"
+TIERS = ("disk", "remote")  # where copies of media are kept that outlive the process
 MODALITIES = ("image", "video", "audio")
 HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
-# The stages of one media item, in their order. In `wait` another request was processing it.
-ITEM_STAGES = ("fetch", "hash", "wait", "decode", "process")
+# The stages of one media item, in their order. In `wait` another request was processing it, and in
+# `load` it was looked for in a tier that outlives the process.
+ITEM_STAGES = ("fetch", "hash", "wait", "load", "decode", "process")
 ItemTimes = Mapping[str, float]  # stage -> seconds, for the stages that took place
 
 

@@ -64,6 +64,7 @@ class RequestOutput:
     num_cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
     num_encoder_hits: int = 0  # items with an encoder output that was in the cache
     encoder_hits: tuple[int, ...] = ()  # the indices of these items
+    encoder_loads: tuple[int, ...] = ()  # of items with one that was computed before, elsewhere
     # modality -> positions of the prompt that take embeddings of its media
     mm_tokens: Mapping[str, int] = field(default_factory=dict)
     mm_items: tuple[MediaItemReport, ...] = ()

@@ -175,7 +175,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     error: ErrorRecord | None = None  # the reason of `FinishReason.ERROR`
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
-    # The next two are set only in the last output, and in each that a stop string may make the
+    # The next three are set only in the last output, and in each that a stop string may make the
     # last.
     encoder_hits: tuple[int, ...] = ()  # indices of items with an encoder output in the cache
+    encoder_loads: tuple[int, ...] = ()  # of items with one that was computed before, elsewhere
     times: CoreTimes | None = None

@@ -115,6 +115,7 @@ class ModelRunnerOutput:
     sampled_token_ids: Mapping[str, int]  # request id -> token
     logprobs: Mapping[str, TokenLogprobs]  # request id -> those of its token
     failed_encodes: Mapping[str, str]  # encoder key -> reason
+    loaded_encodes: frozenset[str] = frozenset()  # keys of items that needed no encoder
     # request id -> why it was left out of the step, or has no usable result
     failed_requests: Mapping[str, RequestError] = field(default_factory=dict)
     # request id -> one entry for each token in the step that another prompt token follows, for

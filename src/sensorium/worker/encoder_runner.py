@@ -7,14 +7,21 @@ alone: the others of its batch are encoded one by one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from sensorium.models.adapter import ModelAdapter
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import PRECOMPUTED, MultiModalFeatureSpec, MultiModalKwargsItem
+from sensorium.types.multimodal import (
+    ENCODED,
+    PRECOMPUTED,
+    MultiModalFeatureSpec,
+    MultiModalKwargsItem,
+)
 
 logger = logging.getLogger(__name__)
 Encode = Callable[[str, Sequence[MultiModalKwargsItem], Sequence[int]], list[torch.Tensor]]
@@ -71,11 +78,29 @@ class EncoderJob:
     item: MultiModalKwargsItem
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """What became of the media items that a step had to encode."""
+
+    failed: Mapping[str, str] = field(default_factory=dict)  # encoder key -> reason
+    loaded: frozenset[str] = frozenset()  # keys of items for which no encoder was run
+    seconds: float = 0.0  # how long it took, by the host's clock
+
+
+class EncoderStore(Protocol):
+    """A place where encoder outputs are kept that the cache has no room for, by `mm_hash`."""
+
+    def load_encoded(self, mm_hash: str) -> torch.Tensor | None: ...
+
+    def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None: ...
+
+
 class EncoderRunner:
     """A runner of the model's media encoders, which stores the embeddings in a cache.
 
     `encode` does what `ModelAdapter.encode` does, which is used without it. `get_batch_key` returns
-    the same for media items that are encoded together. Without it, these have the same shape.
+    the same for media items that are encoded together. Without it, these have the same shape. Media
+    items that are in `store`, or that came with the output of an encoder, are not encoded.
     """
 
     def __init__(
@@ -89,14 +114,40 @@ class EncoderRunner:
         self._cache = cache
         self._encode_with = encode
         self._get_batch_key = get_batch_key or _get_shapes
+        self.store: EncoderStore | None = None  # set when the engine is built and tried
+        self.num_encoded = 0  # items that an encoder of this process was run for
+        self.num_loaded = 0  # items that came with the output of an encoder, or from the store
 
-    def run(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
+    def run(self, jobs: Sequence[EncoderJob]) -> Encoded:
         """Encode media items, and store their embeddings in the cache.
 
-        Returns the reason for each item that failed, by its key. Items with the same batch key are
-        encoded together. If a batch fails, its items are encoded one by one, so that only those at
-        fault fail.
+        Items with the same batch key are encoded together. If a batch fails, its items are encoded
+        one by one, so that only those at fault fail. It waits for the device before it returns, so
+        the time includes the device's work. Without jobs it does not wait.
         """
+        if not jobs:
+            return Encoded()
+        began = time.monotonic()
+        loaded = frozenset(job.key for job in jobs if self._load(job))
+        failed = self._encode_all([job for job in jobs if job.key not in loaded])
+        self.num_loaded += len(loaded)
+        self.num_encoded += len(jobs) - len(loaded) - len(failed)
+        return Encoded(failed=failed, loaded=loaded, seconds=time.monotonic() - began)
+
+    def _load(self, job: EncoderJob) -> bool:
+        """Take the embeddings of a media item that was encoded before, and return whether it was.
+
+        Embeddings that don't fit are not taken, and the item is encoded if it has its tensors.
+        """
+        embeds = job.item.get(ENCODED)
+        if embeds is None and self.store is not None and PRECOMPUTED not in job.item:
+            embeds = self.store.load_encoded(job.feature.mm_hash)
+        if embeds is None or len(embeds) != job.feature.mm_position.get_num_embeds():
+            return False
+        self._cache.add(job.key, self._adapter.to_model(embeds.clone()))
+        return True
+
+    def _encode_all(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
         batches: dict[Hashable, list[EncoderJob]] = {}
         for job in jobs:
             key = job.feature.modality, self._get_batch_key(job.item)
@@ -134,6 +185,8 @@ class EncoderRunner:
                 continue
             for job, item in zip(batch, embeds, strict=True):
                 self._cache.add(job.key, item)
+                if self.store is not None and PRECOMPUTED not in job.item:
+                    self.store.save_encoded(job.feature.mm_hash, self._cache[job.key])
         return failed
 
     def _encode(self, jobs: Sequence[EncoderJob]) -> tuple[list[torch.Tensor], torch.Tensor] | str:

@@ -6,7 +6,6 @@ core fills these.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +30,12 @@ from sensorium.types.scheduling import (
     find_cross_group,
 )
 from sensorium.utils.arrays import StagingBuffer, to_device
-from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
+from sensorium.worker.encoder_runner import (
+    Encoded,
+    EncoderCache,
+    EncoderJob,
+    EncoderRunner,
+)
 from sensorium.worker.grammar_masks import GrammarMasks, StepMasks
 from sensorium.worker.graphs.building import NO_GRAPHS, Graphs
 from sensorium.worker.input_batch import (
@@ -61,9 +65,8 @@ class _Choice:
 class LaunchedStep:
     """A step that the device computes. `ModelRunner.finish` waits for its results."""
 
-    failed_encodes: Mapping[str, str]
+    encoded: Encoded
     failed_requests: Mapping[str, RequestError]  # those that were left out
-    encode_s: float
     mode: StepMode | None = None
     scores: PromptScores = NO_SCORES
     findings: Findings = NO_FINDINGS
@@ -108,7 +111,7 @@ class ModelRunner:
         # The tokens that the last step with any has chosen. The host may not have read them yet.
         self._unread: torch.Tensor | None = None
         encode = None if graphs.encoders is None else graphs.encoders.encode
-        self._encoder_runner = EncoderRunner(adapter, self.encoder_cache, encode)
+        self.encoder_runner = EncoderRunner(adapter, self.encoder_cache, encode)
         self._input_batch = InputBatch(
             groups=groups,
             block_size=block_size,
@@ -204,15 +207,15 @@ class ModelRunner:
         """
         self._apply_changes(output)
         before, self._failed_before = self._failed_before, {}
-        failed, encode_s = self._encode(output.scheduled)
-        self._failed_before = failed
-        left_out = self._get_left_out(output.scheduled, {**before, **failed})
+        encoded = self.encoder_runner.run(self._get_encoder_jobs(output.scheduled))
+        self._failed_before = encoded.failed
+        left_out = self._get_left_out(output.scheduled, {**before, **encoded.failed})
         rows = [
             (entry, self._states[entry.request_id])
             for entry in output.scheduled
             if entry.request_id not in left_out
         ]
-        step = LaunchedStep(failed_encodes=failed, failed_requests=left_out, encode_s=encode_s)
+        step = LaunchedStep(encoded=encoded, failed_requests=left_out)
         return self._run(rows, step) if rows else step
 
     def is_done_within(self, seconds: float, step: LaunchedStep) -> bool:
@@ -227,11 +230,12 @@ class ModelRunner:
         output = ModelRunnerOutput(
             sampled_token_ids={},
             logprobs={},
-            failed_encodes=step.failed_encodes,
+            failed_encodes=step.encoded.failed,
+            loaded_encodes=step.encoded.loaded,
             failed_requests=step.failed_requests,
             prompt_logprobs=step.scores.read(),
             speech=step.findings.read(),
-            encode_s=step.encode_s,
+            encode_s=step.encoded.seconds,
             mode=step.mode,
         )
         return output if step.choice is None else self._take_choice(step.choice, output)
@@ -257,20 +261,6 @@ class ModelRunner:
         for scheduled in output.scheduled:
             if scheduled.new_block_ids:
                 self._states[scheduled.request_id].add_blocks(scheduled.new_block_ids)
-
-    def _encode(self, scheduled: Sequence[ScheduledRequest]) -> tuple[dict[str, str], float]:
-        """Encode the media items that are scheduled in a step.
-
-        Returns the reason for each item that failed, by its encoder key, and the seconds that
-        encoding took. The encoder runner waits for the device before it returns, so these include
-        the device's work. A step with nothing to encode does not wait.
-        """
-        jobs = self._get_encoder_jobs(scheduled)
-        if not jobs:
-            return {}, 0.0
-        began = time.monotonic()
-        failed = self._encoder_runner.run(jobs)
-        return failed, time.monotonic() - began
 
     def _get_encoder_jobs(self, scheduled: Sequence[ScheduledRequest]) -> list[EncoderJob]:
         jobs = []

@@ -43,7 +43,7 @@ class RecogniserRunner(ModelRunner):
             payloads=payloads,
         )
         self._blank_id = adapter.blank_id
-        self._encoder_runner = EncoderRunner(
+        self.encoder_runner = EncoderRunner(
             adapter, self.encoder_cache, get_batch_key=adapter.get_batch_key
         )
 

@@ -64,9 +64,7 @@ def test_silence_is_computed_once_where_it_is_even(
         lengths.append(waveform.shape[-1])
         return extract(self, waveform, device)
 
-    monkeypatch.setattr(
-        tf.WhisperFeatureExtractor, "_torch_extract_fbank_features", note_length
-    )
+    monkeypatch.setattr(tf.WhisperFeatureExtractor, "_torch_extract_fbank_features", note_length)
     item, _ = make_processor(extractor).process(make_sound(RATE))
     assert item["input_features"].shape == (1, 80, 3000)
     assert (lengths[0] < 2 * RATE) == is_cut

@@ -66,7 +66,7 @@ def test_items_of_one_modality_run_in_one_batch(
     runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache
 ) -> None:
     jobs = [job("a", 1.0, 3), job("v", 5.0, modality="video"), job("b", 2.0, 1)]
-    assert runner.run(jobs) == {}
+    assert runner.run(jobs).failed == {}
     assert adapter.batches == [("image", [1.0, 2.0]), ("video", [5.0])]
     assert cache["a"].tolist() == [[1.0, 1.0]] * 3
     assert cache["b"].tolist() == [[2.0, 2.0]]
@@ -81,7 +81,7 @@ def test_what_is_encoded_already_is_copied_beside_what_is_not(
 ) -> None:
     given = torch.tensor([[3.0, 4.0]])
     jobs = [job("a", 1.0), take("b", given, 1), take("c", torch.ones(2, 2), 2)]
-    assert runner.run(jobs) == {}
+    assert runner.run(jobs).failed == {}
     assert adapter.batches == [("image", [1.0])]
     given.zero_()  # the memory of a cache, which is used again
     assert cache["b"].tolist() == [[3.0, 4.0]]
@@ -91,7 +91,7 @@ def test_what_is_encoded_already_is_copied_beside_what_is_not(
 def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache) -> None:
     jobs = [take("few", torch.ones(1, 2), 2), take("good", torch.ones(2, 2), 2)]
     jobs.append(take("large", torch.full((2, 2), 1e30).double() * 1e30, 2))
-    failed = runner.run(jobs)
+    failed = runner.run(jobs).failed
     assert failed.keys() == {"few", "large"}
     assert "made 1 embeddings for an item that has 2 places" in failed["few"]
     assert "not finite" in failed["large"]
@@ -99,7 +99,7 @@ def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache)
 
 
 def test_nothing_to_encode_runs_nothing(runner: EncoderRunner, adapter: FakeAdapter) -> None:
-    assert runner.run([]) == {}
+    assert runner.run([]).failed == {}
     assert adapter.batches == []
 
 
@@ -115,7 +115,7 @@ def test_nothing_to_encode_runs_nothing(runner: EncoderRunner, adapter: FakeAdap
 def test_the_bad_item_of_a_batch_fails_alone_with_its_reason(
     runner: EncoderRunner, cache: EncoderCache, bad: float, reason: str
 ) -> None:
-    failed = runner.run([job("a", 1.0), job("bad", bad), job("b", 2.0)])
+    failed = runner.run([job("a", 1.0), job("bad", bad), job("b", 2.0)]).failed
     assert failed.keys() == {"bad"}
     assert failed["bad"].startswith("the image could not be encoded: ")
     assert reason in failed["bad"]
@@ -128,7 +128,7 @@ def test_the_bad_item_of_a_batch_fails_alone_with_its_reason(
 def test_a_bad_item_does_not_touch_another_modality(
     runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache, bad: float
 ) -> None:
-    failed = runner.run([job("bad", bad), job("v", 3.0, modality="video")])
+    failed = runner.run([job("bad", bad), job("v", 3.0, modality="video")]).failed
     assert failed.keys() == {"bad"}
     assert "v" in cache
     assert adapter.batches.count(("video", [3.0])) == 1
@@ -147,14 +147,14 @@ def test_items_of_unequal_shape_run_apart_instead_of_padded(
         feature=make_feature("narrow", 0, 2),
         item={"value": torch.tensor(4.0), "mask": torch.ones(1, 4)},
     )
-    assert runner.run([wide, narrow]) == {}
+    assert runner.run([wide, narrow]).failed == {}
     assert adapter.batches == [("image", [3.0]), ("image", [4.0])]
 
 
 def test_a_lone_item_that_fails_is_not_tried_again(
     runner: EncoderRunner, adapter: FakeAdapter
 ) -> None:
-    assert "negative" in runner.run([job("a", -1.0)])["a"]
+    assert "negative" in runner.run([job("a", -1.0)]).failed["a"]
     assert len(adapter.batches) == 1
 
 
@@ -175,5 +175,5 @@ def test_a_step_reads_from_the_device_once_however_many_batches_it_has(
     monkeypatch.setattr(torch.Tensor, "tolist", count_and_read)
     monkeypatch.setattr(torch.Tensor, "__bool__", refuse)
     jobs = [job(f"{m}{i}", 1.0, modality=m) for m in ("image", "video", "audio") for i in range(3)]
-    assert runner.run(jobs) == {}
+    assert runner.run(jobs).failed == {}
     assert num_reads == 1

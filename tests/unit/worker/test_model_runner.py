@@ -255,11 +255,11 @@ def test_an_item_that_failed_before_may_be_sent_again_whatever_happened_between(
         )
 
     assert "negative" in execute(runner, plan("a", ())).failed_encodes["x"]
-    run = runner._encoder_runner.run
-    runner._encoder_runner.run = lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    run = runner.encoder_runner.run
+    runner.encoder_runner.run = lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(ZeroDivisionError):
         runner.launch(plan("b", ("a",)))
-    runner._encoder_runner.run = run  # type: ignore[method-assign]
+    runner.encoder_runner.run = run  # type: ignore[method-assign]
     payloads["x"] = {"value": torch.tensor([3])}
     again = execute(runner, plan("c", ("b",)))
     assert again.failed_requests == {}

@@ -31,6 +31,7 @@ from sensorium.engine.build.frontend import (
 )
 from sensorium.engine.build.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.build.tiers import takes_encoded
 from sensorium.engine.build.trial import Trial
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.engine.inputs.input_processor import log_switched_off
@@ -51,6 +52,7 @@ from sensorium.models.loading import (
 from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
 from sensorium.models.streaming import StreamingAdapter
 from sensorium.multimodal.cache.interface import ReceiverCache
+from sensorium.multimodal.tiers.tiers import MediaTiers
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step
 from sensorium.worker.graphs.building import GraphOptions, Graphs, build_graphs
@@ -102,8 +104,18 @@ def build_engine(
     switched_off = {}
     if built.needs_trial:
         switched_off = try_core(built, frontend, options.limit_mm_per_prompt)
+    use_tiers(built, frontend.perception.tiers)
     logger.info("media: %s", media)
     return built, frontend, switched_off
+
+
+def use_tiers(built: Core, tiers: MediaTiers | None) -> None:
+    """Let a core keep its encoder outputs in the tiers, and find them there.
+
+    A core that is still to be tried has no tiers, because it has to encode what it is tried with.
+    """
+    if takes_encoded(built.adapter.config):
+        built.core.runner.encoder_runner.store = tiers
 
 
 def build_core(

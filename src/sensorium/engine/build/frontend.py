@@ -11,6 +11,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
+from sensorium.engine.build.tiers import build_tiers, takes_encoded
 from sensorium.models.checkpoint import find_checkpoint, get_revision
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
@@ -41,6 +42,7 @@ from sensorium.multimodal.processing.item_backend import (
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.multimodal.tiers.tiers import MediaTiers
 from sensorium.types.families import FAMILIES
 from sensorium.utils.process import report_step
 
@@ -86,13 +88,17 @@ class Perception:
     readonly: MediaPipeline
     loader: MediaLoader
     pool: ProcessPool | None
+    tiers: MediaTiers | None = None  # None: nothing outlives the engine
 
     def close(self) -> None:
         """End the media pool's processes and the threads that fetch media.
 
-        The shared memory of the cache is closed too, if there is one.
+        The shared memory of the cache is closed too, if there is one, and so are the tiers, when
+        they have written what waits.
         """
         self.loader.close()
+        if self.tiers is not None:
+            self.tiers.close()
         if self.pool is not None:
             self.pool.close()
         if self.caches.store is not None:
@@ -204,7 +210,10 @@ def build_frontend(
 
     shared = caches.sender if isinstance(caches.sender, ShmSender) else None
     layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
-    make_pipeline = partial(MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits)
+    tiers = build_tiers(loading, checkpoint.directory, hf_config, options)
+    make_pipeline = partial(
+        MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits, tiers=tiers
+    )
     take_embeds = partial(
         EmbedsBackend,
         processor=processor,
@@ -218,6 +227,7 @@ def build_frontend(
             cache=caches.sender,
             shared=shared,
             backend=take_embeds(make_backend(keep=shared is not None)),
+            takes_encoded=takes_encoded(hf_config),
         ),
         readonly=make_pipeline(
             cache=caches.readonly,
@@ -226,6 +236,7 @@ def build_frontend(
         ),
         loader=loader,
         pool=pool,
+        tiers=tiers,
     )
     return Frontend(processor=processor, perception=perception, checkpoint=checkpoint)
 

@@ -248,6 +248,23 @@ class MediaOptions:
         metavar="MIB",
         help="The largest item that is kept in shared memory, in MiB.",
     )
+    mm_disk_cache: str | None = common_option(
+        None,
+        kind="text",
+        metavar="DIR",
+        default_text="none",
+        help="A directory in which processed media and encoder outputs are kept too, so that a "
+        "server that starts again need not decode or encode what it knows. Several servers on one "
+        "machine may share it.",
+    )
+    mm_disk_cache_gb: float = common_option(
+        32.0,
+        above=0,
+        most=2**20,
+        metavar="GIB",
+        help="The room for that directory, in GiB. What was not used for the longest time makes "
+        "room for what is new.",
+    )
     mm_processor_pool_size: int = common_option(
         0,
         server_default="half of the cores, at most 4, divided among the frontends, but at least 2",
@@ -306,9 +323,10 @@ class MediaOptions:
     media_limits: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
+        for name in ("allowed_local_media_path", "mm_disk_cache"):
+            if isinstance(given := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, str(os.fspath(given)))
         path = self.allowed_local_media_path
-        if isinstance(path, os.PathLike):
-            object.__setattr__(self, "allowed_local_media_path", str(os.fspath(path)))
         check_options(self)
         object.__setattr__(self, "allowed_media_domains", tuple(self.allowed_media_domains))
         if path is not None and not (path and Path(path).is_dir()):

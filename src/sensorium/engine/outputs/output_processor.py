@@ -236,6 +236,7 @@ class OutputProcessor:
             num_cached_tokens=first.num_cached_tokens,
             num_encoder_hits=first.num_encoder_hits,
             encoder_hits=first.encoder_hits,
+            encoder_loads=first.encoder_loads,
             speech=state.speech,
             mm_tokens={} if self._is_beside else count_mm_tokens(features),
             mm_items=place_reports(state.mm_items, features),

@@ -6,7 +6,8 @@ receivers may share a store, each with its own instance of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -16,6 +17,7 @@ from sensorium.multimodal.cache.shm_store import LeasedItem, ShmStore
 from sensorium.multimodal.item_codec import get_num_bytes
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import (
+    ENCODED,
     MissingItems,
     MultiModalKwargsItem,
     Payload,
@@ -108,6 +110,21 @@ class ShmSender:
         with self._lock:
             self._counts.num_resends += len(missing.mm_hashes)
 
+    @contextmanager
+    def reading(self, mm_hash: str) -> Iterator[MultiModalKwargsItem | None]:
+        """Give the tensors of a media item in shared memory, which stay there meanwhile.
+
+        It is None if shared memory does not have the item. This counts as no query.
+        """
+        item = self._store.acquire(mm_hash, is_use=False)
+        if item is None:
+            yield None
+            return
+        try:
+            yield self._store.open(item.reference)
+        finally:
+            self._store.release(item.reference)
+
     def _resend(self, item: ProcessedItem) -> ItemHandle:
         self._count(is_hit=False)
         handle = _make_item_handle(item, self._store.put(item))
@@ -144,9 +161,12 @@ class SharedReadonlyCache(ItemTable):
         self._store = store
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
-        return super().is_cached(mm_hash, needs_layout=needs_layout) or self._store.is_cached(
-            mm_hash, needs_layout=needs_layout
-        )
+        if super().is_cached(mm_hash, needs_layout=needs_layout):
+            return True
+        item = self._acquire(mm_hash, needs_layout=needs_layout)
+        if item is not None:
+            self.release([item])
+        return item is not None
 
     def get_and_update_item(
         self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
@@ -165,13 +185,28 @@ class SharedReadonlyCache(ItemTable):
                 self._store.release(handle.reference)
 
     def _read(self, mm_hash: str, *, needs_layout: bool) -> ItemHandle | None:
-        item = self._store.acquire(mm_hash, needs_layout=needs_layout, is_use=False)
+        item = self._acquire(mm_hash, needs_layout=needs_layout)
         if item is None:
             return None
         with self._lock:
             self._counts.num_queries += 1
             self._counts.num_hits += 1
-        return replace(item, is_hit=True, kwargs=self._store.open(item.reference))
+        return replace(item, is_hit=True)
+
+    def _acquire(self, mm_hash: str, *, needs_layout: bool) -> ItemHandle | None:
+        """Return a handle on an item in shared memory with its tensors, or None without one.
+
+        An item that was stored with the output of an encoder counts as absent: it has not all of
+        its own tensors, and these are what a renderer sends.
+        """
+        item = self._store.acquire(mm_hash, needs_layout=needs_layout, is_use=False)
+        if item is None:
+            return None
+        kwargs = self._store.open(item.reference)
+        if ENCODED in kwargs:
+            self._store.release(item.reference)
+            return None
+        return replace(item, kwargs=kwargs)
 
 
 @dataclass(slots=True, kw_only=True)

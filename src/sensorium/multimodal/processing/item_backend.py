@@ -296,6 +296,7 @@ class FinishedItem:
 
     result: ProcessedItem | ShmReference
     times: ItemTimes  # how long its stages took, in any process
+    is_stored: bool = False  # it was not processed now, but loaded from a tier
 
 
 class ItemBackend(Protocol):

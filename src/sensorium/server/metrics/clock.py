@@ -237,6 +237,8 @@ def make_trace(output: RequestOutput, clock: RequestClock) -> dict[str, Any]:
 def _trace_item(item: MediaItemReport, output: RequestOutput) -> dict[str, Any]:
     is_in_prefix = item.prompt_end is not None and item.prompt_end <= output.num_cached_tokens
     encoder = "hit" if item.mm_index in output.encoder_hits else "miss"
+    if item.mm_index in output.encoder_loads:
+        encoder = "loaded"
     return {
         "modality": item.modality,
         "mm_hash": item.mm_hash,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.multimodal.cache.shm import ShmReceiver
+from sensorium.multimodal.tiers.tiers import MediaTiers
 from sensorium.server.metrics.metric_set import MetricSet, Totals
 from sensorium.types.request import EngineCoreOutput, FinishReason
 from sensorium.types.scheduling import StepMode
@@ -132,6 +133,12 @@ class CoreMetrics:
             num_bytes=core.runner.num_encoder_bytes,
         )
         self._totals.follow_level("encoder", statistics)
+        runner = core.runner.encoder_runner
+        items = "sensorium:encoder_items_total"
+        self._totals.follow(items, runner.num_encoded, "encoded")
+        self._totals.follow(items, runner.num_loaded, "loaded")
+        if isinstance(runner.store, MediaTiers):
+            self._totals.follow_tiers(runner.store, with_contents=True)
 
     def _sync_receiver(self, core: EngineCore) -> None:
         """Write the metrics of the cache through which the core receives processed media.

@@ -91,6 +91,8 @@ class FrontendMetrics:
         if perception is None:
             return
         self._sync_caches(perception.caches)
+        if perception.tiers is not None:
+            self._totals.follow_tiers(perception.tiers, with_contents=False)
         self._sync_loader(perception.loader.statistics())
         joined = perception.pipeline.flights.num_joined
         self._totals.follow("sensorium:items_joined_total", joined)

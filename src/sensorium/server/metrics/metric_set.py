@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import ITEM_STAGES
+from sensorium.types.multimodal import ITEM_STAGES, TIERS
 from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import StepMode
 
 if TYPE_CHECKING:
     from sensorium.multimodal.cache.interface import CacheStatistics
+    from sensorium.multimodal.tiers.tiers import MediaTiers
 
 _ENGINE = "0"  # the label of vLLM's data-parallel engines; there is only one here
 
@@ -32,7 +33,7 @@ STAGES = (
     *("parse", "wait_thread", "render", "perceive", *ITEM_STAGES),
     *("transfer", "queue", "encode", "prefill", "generate"),
 )
-_CACHE_LEVELS = ("response", "processor", "readonly", "transfer", "encoder", "prefix")
+_CACHE_LEVELS = ("response", "processor", "readonly", "transfer", "encoder", "prefix", *TIERS)
 _REFUSAL_REASONS = (
     *("bad_request", "body_too_large", "capacity", "draining", "engine_lost", "internal"),
     *("media", "missing_media", "not_found", "unauthorized"),
@@ -240,6 +241,24 @@ DEFINITIONS = (
     ),
     _count("sensorium:cache_oversize_total", "Media items for which the cache had no room."),
     _count(
+        "sensorium:tier_writes_total",
+        "Entries that were kept in a tier that outlives the process.",
+        level=TIERS,
+    ),
+    _count(
+        "sensorium:tier_faults_total",
+        "Entries of a tier that were damaged, that its disk or network failed for, or that it had "
+        "no time to keep.",
+        level=TIERS,
+        fault=("damaged", "failed", "dropped"),
+    ),
+    _count(
+        "sensorium:encoder_items_total",
+        "Media items that the core got embeddings for, by what it did: run an encoder, or load "
+        "what an encoder had computed before.",
+        how=("encoded", "loaded"),
+    ),
+    _count(
         "sensorium:items_joined_total", "Media items that another request was already processing."
     ),
     _count("sensorium:media_fetches_total", "Requests to hosts of media."),
@@ -443,6 +462,25 @@ class Totals:
         """Write the queries and hits of one level of caching, such as "processor" or "prefix"."""
         self.follow("sensorium:cache_queries_total", statistics.num_queries, level)
         self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
+
+    def follow_tiers(self, tiers: MediaTiers, *, with_contents: bool) -> None:
+        """Write the counts of the tiers of this process.
+
+        All processes of a server share the contents of a tier, so that only one of them writes
+        these.
+        """
+        for level, statistics in tiers.statistics().items():
+            self.follow_look_ups(level, statistics)
+            self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
+            self.follow("sensorium:tier_writes_total", statistics.num_writes, level)
+            for fault, count in (
+                ("damaged", statistics.num_damaged),
+                ("failed", statistics.num_errors),
+                ("dropped", tiers.writer.num_dropped),
+            ):
+                self.follow("sensorium:tier_faults_total", count, level, fault)
+            if with_contents:
+                self.set_contents(level, statistics)
 
     def set_contents(self, level: str, statistics: CacheStatistics) -> None:
         """Write how much one level of caching, such as "processor", holds at this moment.

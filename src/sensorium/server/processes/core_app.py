@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sensorium.engine.build.builder import Core, build_core, try_core
+from sensorium.engine.build.builder import Core, build_core, try_core, use_tiers
 from sensorium.engine.build.frontend import (
     Checkpoint,
     build_caches,
@@ -15,11 +15,13 @@ from sensorium.engine.build.frontend import (
 )
 from sensorium.engine.build.memory import format_bytes
 from sensorium.engine.build.options import LoadingOptions
+from sensorium.engine.build.tiers import build_tiers
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
+from sensorium.multimodal.tiers.tiers import MediaTiers
 from sensorium.server.logs import adopt_library_logs
 from sensorium.server.metrics.core import CoreMetrics
 from sensorium.server.metrics.shared_files import CORE, write_as
@@ -30,8 +32,10 @@ from sensorium.types.families import FAMILIES
 from sensorium.utils.process import listen_for_long_work
 
 
-def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
+def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | None]:
     """Load the model, and return the main loop of the core and its description for frontends.
+
+    The tiers, if there are any, must be closed when the loop has ended.
 
     Raises a `SensoriumError` if the model can't be loaded.
     """
@@ -49,6 +53,8 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
         switched_off: dict[str, str] = {}
         if built.needs_trial:
             switched_off = _try_core(built, loading, checkpoint, options)
+        tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, options.media)
+        use_tiers(built, tiers)
         mirror = receiver if isinstance(receiver, MirrorReceiver) else None
         info = CoreInfo(
             endpoint=start.endpoint,
@@ -66,7 +72,7 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo]:
             },
             switched_off=switched_off,
         )
-    return _make_loop(start, built), info
+    return _make_loop(start, built), info, tiers
 
 
 def _make_loop(start: StartCore, built: Core) -> CoreLoop:
@@ -98,7 +104,12 @@ def _try_core(
     cache with others and is closed afterwards. Raises a `ModelError` if the model can't be used at
     all.
     """
-    alone = replace(options.media, mm_processor_cache_type="lru", mm_processor_pool_size=0)
+    alone = replace(
+        options.media,
+        mm_processor_cache_type="lru",
+        mm_processor_pool_size=0,
+        mm_disk_cache=None,
+    )
     frontend = build_frontend(loading, checkpoint, alone, build_caches(alone, None))
     switched_off = try_core(built, frontend, options.engine.limit_mm_per_prompt)
     frontend.perception.close()

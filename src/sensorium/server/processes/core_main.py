@@ -87,13 +87,15 @@ def main() -> None:
             report_step("importing PyTorch and Transformers")
             from sensorium.server.processes.core_app import build_core_app
 
-            loop, info = build_core_app(start)
+            loop, info, tiers = build_core_app(start)
     except Exception as error:  # the parent has to learn the reason, whatever it is
         report_failure(channel, error)
         _end(1)
     channel.send(CoreReady(info))
     try:
         process.run(loop)
+        if tiers is not None:
+            tiers.close()
     except Exception:
         logger.exception("the core has failed, and its process ends")
         _end(1)

@@ -1,0 +1,236 @@
+"""Keeps processed media and encoder outputs in stores that outlive the process.
+
+A media item has up to three entries, because its parts are needed apart:
+  layout   the text in a prompt and the small tensors, which positions depend on
+  tensors  the large tensors, such as pixels, which only an encoder needs
+  encoded  what the encoder of one model made of them
+
+An item with `encoded` needs no encoder and no large tensors. So the frontend looks for that first,
+and the core gets an item with its encoder output (`types.multimodal.ENCODED`). All are named by the
+hash of the item, which depends on its source, its options, the model's revision and the salt. The
+name of `encoded` also depends on the weights and on their type.
+
+Stores are asked in their order, the fastest first. What a later one has is copied to those before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import msgspec
+import torch
+
+from sensorium.multimodal.cache.interface import ItemHandle
+from sensorium.multimodal.item_codec import (
+    ALIGNMENT,
+    as_buffers,
+    decode_block,
+    encode_header,
+)
+from sensorium.multimodal.tiers.interface import Store, StoreStatistics
+from sensorium.multimodal.tiers.writer import BackgroundWriter
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import (
+    ENCODED,
+    PRECOMPUTED,
+    ItemLayout,
+    MultiModalKwargsItem,
+    ProcessedItem,
+)
+
+_SMALL_BYTES = 2**16  # a tensor up to this size stands beside the layout
+_VERSION = 1  # of the content of entries
+# Entries are kept for hashes of content, and for windows of a sound that has one. Whoever uses the
+# engine in process may give other hashes, which promise nothing.
+_HASH = re.compile(r"[0-9a-f]{64}(@[0-9]+)?")
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    """The beginning of an entry: what its tensors are, and for a layout, which others belong."""
+
+    tensors: bytes  # the header of the block that follows
+    modality: str = ""
+    layout: ItemLayout | None = None
+    order: tuple[str, ...] = ()  # the names of all tensors of the item, large ones too
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Head)
+
+
+class MediaTiers:
+    """The stores behind the caches of one model, in their order.
+
+    `model` tells its encoder's outputs apart from those of other weights. Several threads may use
+    the tiers. Writing happens in a thread of their own.
+    """
+
+    def __init__(self, stores: Sequence[Store], *, model: str) -> None:
+        self._stores = tuple(stores)
+        self._encoded = f"encoded-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
+        self.writer = BackgroundWriter()
+
+    def load_item(self, mm_hash: str, *, takes_encoded: bool) -> ProcessedItem | None:
+        """Return a processed media item, or None if no store has all that it needs.
+
+        With `takes_encoded` the item may have its encoder output instead of its large tensors.
+        """
+        found = self._load(mm_hash, "layout")
+        if found is None or found[0].layout is None:
+            return None
+        head, small = found
+        if takes_encoded and (encoded := self.load_encoded(mm_hash)) is not None:
+            return _make_item(mm_hash, head, {**small, ENCODED: encoded})
+        tensors = dict(small)
+        if not tensors.keys() >= set(head.order):
+            large = self._load(mm_hash, "tensors")
+            tensors |= {} if large is None else large[1]
+        if not tensors.keys() >= set(head.order):
+            return None
+        return _make_item(mm_hash, head, {name: tensors[name] for name in head.order})
+
+    def load_encoded(self, mm_hash: str) -> torch.Tensor | None:
+        """Return the encoder output [num_embeds, width] of a media item, if a store has it."""
+        found = self._load(mm_hash, self._encoded)
+        return None if found is None else found[1].get(ENCODED)
+
+    def save_item(
+        self,
+        item: ItemHandle,
+        open_tensors: Callable[[], AbstractContextManager[MultiModalKwargsItem | None]],
+        num_bytes: int,
+    ) -> None:
+        """Keep a processed media item, when the writer comes to it.
+
+        `open_tensors` gives the tensors then, or None if they are gone. `num_bytes` is the memory
+        that they take only because the writer waits for them. Items without a layout are not kept,
+        nor embeddings that a client sent.
+        """
+        mm_hash, modality, layout = item.mm_hash, item.modality, item.layout
+        if not _HASH.fullmatch(mm_hash):
+            return
+
+        def write() -> None:
+            with open_tensors() as tensors:
+                if layout is not None and tensors is not None:
+                    self._write_item(mm_hash, modality, layout, tensors)
+
+        self.writer.submit(write, num_bytes)
+
+    def _write_item(
+        self,
+        mm_hash: str,
+        modality: str,
+        layout: ItemLayout,
+        tensors: MultiModalKwargsItem,
+    ) -> None:
+        if PRECOMPUTED in tensors or ENCODED in tensors:
+            return
+        small = {name: each for name, each in tensors.items() if each.nbytes <= _SMALL_BYTES}
+        large = {name: each for name, each in tensors.items() if name not in small}
+        if large:
+            self._put(_name(mm_hash, "tensors"), _encode(large))
+        layout_entry = _encode(small, modality=modality, layout=layout, order=tuple(tensors))
+        self._put(_name(mm_hash, "layout"), layout_entry)
+
+    def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:
+        """Keep an encoder output, when the writer comes to it.
+
+        Nothing may change the tensor from now on. On a GPU it is copied when the device has
+        computed it, and neither the host nor the device waits for that.
+        """
+        if not _HASH.fullmatch(mm_hash):
+            return
+        is_ready = None
+        if encoded.is_cuda:
+            is_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            is_ready.record()
+
+        def write() -> None:
+            name = _name(mm_hash, self._encoded)
+            if not all(store.has(name) for store in self._stores):
+                self._put(name, _encode({ENCODED: _copy_to_host(encoded, is_ready)}))
+
+        self.writer.submit(write, encoded.nbytes)
+
+    def statistics(self) -> dict[str, StoreStatistics]:
+        """Return the statistics of each store by its level, in their order."""
+        return {store.level: store.statistics() for store in self._stores}
+
+    def close(self) -> None:
+        """Write what waits, within some seconds, and close the stores."""
+        self.writer.close()
+        for store in self._stores:
+            store.close()
+
+    def _put(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        for store in self._stores:
+            store.put(name, parts)
+
+    def _load(self, mm_hash: str, part: str) -> tuple[_Head, dict[str, torch.Tensor]] | None:
+        if not _HASH.fullmatch(mm_hash):
+            return None
+        name = _name(mm_hash, part)
+        for index, store in enumerate(self._stores):
+            content = store.get(name)
+            entry = None if content is None else _decode(content)
+            if content is None or entry is None:
+                continue
+            for earlier in self._stores[:index]:
+                put = partial(earlier.put, name, [memoryview(content)])
+                self.writer.submit(put, len(content))
+            return entry
+        return None
+
+
+def _make_item(mm_hash: str, head: _Head, tensors: MultiModalKwargsItem) -> ProcessedItem:
+    return ProcessedItem(
+        modality=head.modality, mm_hash=mm_hash, kwargs=tensors, layout=head.layout
+    )
+
+
+def _name(mm_hash: str, part: str) -> str:
+    return f"{mm_hash}.{part}-v{_VERSION}"
+
+
+def _encode(
+    tensors: MultiModalKwargsItem,
+    *,
+    modality: str = "",
+    layout: ItemLayout | None = None,
+    order: tuple[str, ...] = (),
+) -> list[bytes | memoryview]:
+    head = _encoder.encode(
+        _Head(tensors=encode_header(tensors), modality=modality, layout=layout, order=order)
+    )
+    size = len(head).to_bytes(8, "little")
+    padding = bytes(-(len(head) + 8) % ALIGNMENT)
+    return [size + head + padding, *as_buffers(tensors)]
+
+
+def _decode(content: bytearray) -> tuple[_Head, dict[str, torch.Tensor]] | None:
+    """Return the head and the tensors of an entry, or None if it is of another version.
+
+    A store has checked that the entry is as it was written. But another version may have written
+    it.
+    """
+    size = int.from_bytes(content[:8], "little")
+    start = -(-(size + 8) // ALIGNMENT) * ALIGNMENT
+    try:
+        head = _decoder.decode(memoryview(content)[8 : 8 + size])
+        return head, dict(decode_block(head.tensors, memoryview(content)[start:]))
+    except (msgspec.MsgspecError, RequestError):
+        return None
+
+
+def _copy_to_host(tensor: torch.Tensor, is_ready: torch.cuda.Event | None) -> torch.Tensor:
+    if is_ready is None:
+        return tensor
+    own_stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(own_stream):
+        is_ready.synchronize()
+        return tensor.cpu()

@@ -1,0 +1,183 @@
+"""The disk cache of a real engine and of real servers: restarts, neighbours, damage, salts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sensorium import LLM, SamplingParams
+from sensorium.multimodal.tiers.disk import DiskStore
+from sensorium.types.errors import ModelError
+from tests.integration.perceiving import forget_outputs, make_new_png, make_prompt
+from tests.integration.rendering import render
+from tests.support.clients import ask, chat, make_image_part
+from tests.support.engine import make_llm
+from tests.support.media import make_pixels, write_image
+from tests.support.server import ServerProcess, serve
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+NAMED = ("--served-model-name", "tiny")
+
+
+def run(llm: LLM, prompt: Any) -> tuple[tuple[int, ...], int, int]:
+    """Return an answer, and how many items the engine has encoded and loaded so far."""
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    runner = llm.core.runner.encoder_runner
+    assert output.error is None
+    return output.outputs[0].token_ids, runner.num_encoded, runner.num_loaded
+
+
+@pytest.fixture
+def llava(tiny_model: Callable[[str], str]) -> str:
+    return tiny_model("llava")
+
+
+def test_another_salt_finds_nothing(llava: str, tmp_path: Path) -> None:
+    data = make_new_png()
+    salted = make_prompt(data) | {"cache_salt": "mine"}
+    for prompt in (make_prompt(data), salted):
+        with make_llm(llava, mm_disk_cache=tmp_path) as llm:
+            assert run(llm, prompt)[1:] == (1, 0)
+    with make_llm(llava, mm_disk_cache=tmp_path) as llm:
+        assert run(llm, salted)[1:] == (0, 1)
+        assert run(llm, make_prompt(data) | {"cache_salt": "yours"})[1:] == (1, 1)
+
+
+def test_other_weights_or_another_type_encode_anew(llava: str, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(llava, copy)
+    cache, prompt = tmp_path / "cache", make_prompt(make_new_png())
+    with make_llm(str(copy), mm_disk_cache=cache) as llm:
+        assert run(llm, prompt)[1:] == (1, 0)
+    with make_llm(str(copy), mm_disk_cache=cache, dtype="bfloat16") as llm:
+        assert run(llm, prompt)[1:] == (1, 0)
+    (weights,) = copy.glob("*.safetensors")
+    os.utime(weights, (1, 1))  # as if other weights of the same shape were written
+    with make_llm(str(copy), mm_disk_cache=cache) as llm:
+        assert run(llm, prompt)[1:] == (1, 0)
+
+
+def test_an_output_that_the_encoder_cache_lost_is_loaded(llava: str, tmp_path: Path) -> None:
+    """The frontend still has the pixels, so that the core itself has to look on the disk."""
+    with make_llm(llava, mm_disk_cache=tmp_path) as llm:
+        prompt = make_prompt(make_new_png())
+        expected, *_ = run(llm, prompt)
+        assert llm.perception.tiers is not None
+        assert llm.perception.tiers.writer.wait(30)
+        forget_outputs(llm)
+        assert run(llm, prompt) == (expected, 1, 1)
+
+
+@pytest.mark.parametrize("part", ["layout", "tensors", "encoded", ""])
+def test_damaged_files_are_processed_again(
+    part: str, tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    family = tiny_model("qwen2_5_vl")  # its pixels are an entry of their own
+    prompt = {
+        "prompt": "<|vision_start|><|image_pad|><|vision_end|>what?",
+        "multi_modal_data": {"image": [write_image(make_pixels(300, 300), "PNG")]},
+    }
+    with make_llm(family, mm_disk_cache=tmp_path) as llm:
+        expected, *_ = run(llm, prompt)
+    damaged = list(tmp_path.glob(f"*/*.{part}*"))
+    assert len(damaged) == (1 if part else 3)
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with make_llm(family, mm_disk_cache=tmp_path) as llm:
+        tokens, num_encoded, _ = run(llm, prompt)
+        assert tokens == expected
+        assert num_encoded == (part in ("encoded", ""))
+    with make_llm(family, mm_disk_cache=tmp_path) as llm:
+        assert run(llm, prompt) == (expected, 0, 1), "what was damaged was written again"
+
+
+def test_a_render_of_tensors_never_sends_what_only_this_engine_understands(
+    llava: str, tmp_path: Path
+) -> None:
+    prompt = make_prompt(make_new_png())
+    options = {"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 0.02}
+    with make_llm(llava, mm_disk_cache=tmp_path, **options) as llm:
+        run(llm, prompt)
+    with make_llm(llava, mm_disk_cache=tmp_path, **options) as llm:
+        assert run(llm, prompt)[1:] == (0, 1)  # shared memory has the encoder's output now
+        (kwargs,) = render(llm, prompt).kwargs
+        assert kwargs.keys() == {"pixel_values"}
+
+
+def test_a_directory_that_cannot_be_used_is_refused_at_once(llava: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"disk cache of media, .*file.*can't be used"):
+        make_llm(llava, mm_disk_cache=tmp_path / "file")
+    with pytest.raises(ModelError, match="mm_disk_cache_gb"):
+        make_llm(llava, mm_disk_cache=tmp_path, mm_disk_cache_gb=0)
+
+
+# ---- servers
+
+
+def ask_for_trace(server: ServerProcess, seed: int = 1) -> tuple[tuple[int, ...], dict[str, Any]]:
+    answer = chat(server.make_client(), ask(make_image_part(seed), "What is it?"), max_tokens=4)
+    (item,) = answer.trace["items"]
+    return answer.token_ids, item
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_server_that_starts_again_decodes_and_encodes_nothing(
+    end: str, llava: str, tmp_path: Path
+) -> None:
+    flags = (*NAMED, "--mm-disk-cache", str(tmp_path))
+    with serve(llava, *flags) as server:
+        expected, item = ask_for_trace(server)
+        assert item["encoder"] == "miss"
+        assert {"decode", "process"} <= item["ms"].keys()
+        if end == "stop":
+            assert server.stop() == 0
+        else:  # what is written in the background gets a moment, as on any machine that dies later
+            metrics = server.get_metrics()
+            while metrics['sensorium:tier_writes_total{level="disk"}'] < 2:
+                metrics = server.get_metrics()
+            server.kill()
+    with serve(llava, *flags) as server:
+        tokens, item = ask_for_trace(server)
+        assert tokens == expected
+        assert (item["processor"], item["encoder"]) == ("miss", "loaded")
+        assert "load" in item["ms"]
+        assert not item["ms"].keys() & {"decode", "process"}
+        metrics = server.get_metrics()
+        assert metrics['sensorium:encoder_items_total{how="encoded"}'] == 0
+        assert metrics['sensorium:encoder_items_total{how="loaded"}'] == 1
+        assert metrics['sensorium:cache_hits_total{level="disk"}'] == 2
+        assert metrics['sensorium:cache_bytes{level="disk"}'] == sum(
+            path.stat().st_size for path in tmp_path.glob("*/*")
+        )
+        assert ask_for_trace(server)[1]["processor"] == "hit"
+
+
+@pytest.mark.processes
+def test_two_servers_share_one_directory_within_its_room(llava: str, tmp_path: Path) -> None:
+    entry = 2**15  # about what one image takes here
+    flags = (*NAMED, "--mm-disk-cache", str(tmp_path), "--mm-disk-cache-gb", str(8 * entry / 2**30))
+    with serve(llava, *flags) as first, serve(llava, *flags) as second:
+        for seed in range(12):
+            expected, _ = ask_for_trace(first, seed)
+            tokens, _ = ask_for_trace(second, seed)
+            assert tokens == expected
+        store = DiskStore(tmp_path, 2**30)
+        with store._locked():
+            assert store._sum_up() <= 8 * entry
+        for server in (first, second):
+            faults = [
+                count
+                for name, count in server.get_metrics().items()
+                if name.startswith("sensorium:tier_faults_total")
+            ]
+            assert faults
+            assert not any(faults)
+        evictions = 'sensorium:cache_evictions_total{level="disk"}'
+        assert first.get_metrics()[evictions] + second.get_metrics()[evictions] > 0

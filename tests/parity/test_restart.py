@@ -1,0 +1,61 @@
+"""An engine that starts again with a disk cache: the same tokens, and nothing is encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sensorium import LLM, SamplingParams
+from tests.parity.cases import MULTIMODAL_FAMILIES
+from tests.parity.reference import NUM_TOKENS, ReferenceOf
+from tests.support.engine import get_token_ids, make_llm
+from tests.support.media import make_melody
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+# A grid, DeepStack and video; one tensor only; sounds. The others are alike for this.
+CHOSEN = ("qwen3_vl", "llava", "qwen2_5_omni")
+FAMILIES = [
+    pytest.param(family, marks=() if family in CHOSEN else pytest.mark.slow)
+    for family in MULTIMODAL_FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens_after_a_restart_without_an_encoder(
+    family: str, tiny_model: Callable[[str], str], reference_of: ReferenceOf, tmp_path: Path
+) -> None:
+    expected = reference_of(family).expected
+    counts = []
+    for cache_type in ("lru", "shm", "lru"):
+        options = {"mm_processor_cache_type": cache_type, "mm_processor_cache_gb": 0.1}
+        with make_llm(tiny_model(family), mm_disk_cache=tmp_path, **options) as llm:
+            outputs = llm.generate([each.prompt for each in expected], GREEDY, use_tqdm=False)
+            runner = llm.core.runner.encoder_runner
+        stages = {stage for output in outputs for item in output.mm_items for stage in item.times}
+        assert [list(ids) for ids in get_token_ids(outputs)] == [e.token_ids for e in expected]
+        counts.append((runner.num_encoded, runner.num_loaded))
+        assert ("process" in stages) == (len(counts) == 1)
+        assert ("load" in stages) == (len(counts) > 1)
+    num_encoded, num_loaded = counts[0]
+    assert num_encoded > 0
+    assert num_loaded == 0
+    assert counts[1:] == [(0, num_encoded)] * 2
+
+
+@pytest.mark.parametrize("family", ["whisper", pytest.param("moonshine", marks=pytest.mark.slow)])
+def test_a_known_sound_is_transcribed_without_its_encoder(
+    family: str, tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    sound = make_melody(16_000 * (70 if family == "whisper" else 3))
+    found = []
+    for _ in range(2):
+        with LLM(tiny_model(family), dtype="float32", mm_disk_cache=tmp_path) as llm:
+            (transcript,) = llm.transcribe([(sound, 16_000)], use_tqdm=False)
+            runner = llm.core.runner.encoder_runner
+            found.append((transcript.text, runner.num_encoded, runner.num_loaded))
+    (text, num_encoded, _), (again, *counts) = found
+    assert again == text
+    assert num_encoded > 0
+    assert counts == [0, num_encoded]

@@ -1,0 +1,252 @@
+"""Entries as files: whole or absent, within the room, whoever else writes or dies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sensorium.multimodal.tiers.disk import DiskStore
+from sensorium.types.errors import ModelError
+
+MIB = 2**20
+
+
+def name(number: int) -> str:
+    return f"{number:064x}.layout-v1"
+
+
+def find_file(directory: Path, entry: str) -> Path:
+    (path,) = directory.glob(f"*/{entry}")
+    return path
+
+
+def count_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*/*"))
+
+
+def test_what_was_put_is_there_for_every_store_of_the_directory(tmp_path: Path) -> None:
+    first, second = DiskStore(tmp_path, MIB), DiskStore(tmp_path, MIB)
+    assert first.get(name(1)) is None
+    assert not first.has(name(1))
+    assert first.put(name(1), [b"ab", memoryview(b"cde"), b""])
+    assert second.get(name(1)) == b"abcde"
+    assert second.has(name(1))
+    assert not second.put(name(1), [b"other"]), "an entry never changes"
+    assert second.get(name(1)) == b"abcde"
+    found = first.statistics()
+    assert (found.num_queries, found.num_hits, found.num_writes) == (1, 0, 1)
+    assert found.num_bytes == count_bytes(tmp_path) == second.statistics().num_bytes
+
+
+def test_only_the_owner_may_read(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "new" / "place", MIB)
+    store.put(name(1), [b"secret"])
+    paths = [tmp_path / "new" / "place", *(tmp_path / "new" / "place").rglob("*")]
+    assert len(paths) == 4
+    assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
+
+
+def flip(place: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[place] ^= 1
+        path.write_bytes(content)
+
+    return damage
+
+
+def swap_with_another(path: Path) -> None:
+    other = DiskStore(path.parents[1], MIB)
+    other.put(name(2), [b"another content"])
+    find_file(path.parents[1], name(2)).rename(path)
+
+
+def replace_by_link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip(0),
+        flip(20),
+        flip(63),
+        flip(64),
+        flip(-1),
+        swap_with_another,
+        replace_by_link,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(path.read_bytes()[:10]),
+        lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    ],
+)
+def test_a_damaged_entry_is_absent_and_removed(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    store = DiskStore(tmp_path, MIB)
+    store.put(name(1), [b"some content"])
+    path = find_file(tmp_path, name(1))
+    damage(path)
+    assert store.get(name(1)) is None
+    assert not path.exists()
+    assert not path.is_symlink()
+    assert store.statistics().num_damaged == 1
+    assert store.put(name(1), [b"some content"]), "it can be written again"
+    assert store.get(name(1)) == b"some content"
+
+
+def test_the_least_recently_used_entries_make_room(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10_000)
+    for number in range(9):
+        assert store.put(name(number), [bytes(1000)])
+        old = time.time() - 1000 + number
+        os.utime(find_file(tmp_path, name(number)), (old, old))
+    assert store.get(name(0)) is not None  # used just now
+    assert store.put(name(9), [bytes(1000)])
+    left = [number for number in range(10) if store.has(name(number))]
+    assert 0 in left
+    assert 9 in left
+    assert 1 not in left
+    assert left[1:] == list(range(left[1], 10)), "the oldest went first"
+    assert count_bytes(tmp_path) == store.statistics().num_bytes <= 10_000
+    assert store.statistics().num_evictions == 10 - len(left)
+
+
+def test_what_is_larger_than_the_room_is_not_kept_and_costs_nothing(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 1000)
+    store.put(name(1), [bytes(100)])
+    assert not store.put(name(2), [bytes(1000)])
+    assert store.has(name(1))
+    assert store.statistics().num_oversize == 1
+
+
+def test_a_dead_writer_leaves_nothing_that_counts_for_ever(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10_000)
+    store.put(name(1), [bytes(1000)])
+    unfinished = tmp_path / "unfinished-0123"
+    unfinished.write_bytes(bytes(5000))
+    (tmp_path / "taken").write_text("9999")  # the writer had taken room
+    assert store.put(name(2), [bytes(1000)])
+    assert not unfinished.exists()
+    assert store.has(name(1))
+    assert store.has(name(2))
+    assert store.statistics().num_bytes == count_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", b"-5"])
+def test_a_damaged_count_is_made_anew(content: bytes, tmp_path: Path) -> None:
+    DiskStore(tmp_path, 10_000).put(name(1), [bytes(4000)])
+    (tmp_path / "taken").write_bytes(content)
+    store = DiskStore(tmp_path, 10_000)
+    for number in range(2, 8):
+        store.put(name(number), [bytes(3000)])
+        assert count_bytes(tmp_path) <= 10_000
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from sensorium.multimodal.tiers.disk import DiskStore
+store = DiskStore(Path(sys.argv[1]), 200_000)
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 150):
+    store.put(f"{number:064x}.layout-v1", [bytes([number % 251]) * 4000])
+    found = store.get(f"{number:064x}.layout-v1")
+    assert found is None or found == bytes([number % 251]) * 4000
+assert not store.statistics().num_damaged
+print("done", flush=True)
+"""
+
+
+def start_writer(directory: Path, first: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(directory), str(first)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_several_processes_keep_one_limit(tmp_path: Path) -> None:
+    writers = [start_writer(tmp_path, first) for first in (0, 100, 1000)]  # the first two overlap
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    store, most = DiskStore(tmp_path, 200_000), 0
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    while any(writer.poll() is None for writer in writers):
+        with store._locked():  # without it files come and go while they are counted
+            most = max(most, store._sum_up())
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert 100_000 < most <= 200_000
+    for writer in writers:
+        writer.communicate()
+
+
+def test_killed_writers_leave_a_store_that_works(tmp_path: Path) -> None:
+    for first in range(0, 400, 100):
+        writer = start_writer(tmp_path, first)
+        assert writer.stdout is not None
+        assert writer.stdin is not None
+        writer.stdout.readline()
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+        time.sleep(0.005 * first / 100)
+        writer.kill()
+        writer.communicate()
+    store = DiskStore(tmp_path, 200_000)
+    found = [store.get(name(number)) for number in range(550)]
+    assert store.statistics().num_damaged == 0
+    assert all(each is None or each == bytes([n % 251]) * 4000 for n, each in enumerate(found))
+    for number in range(1000, 1100):
+        assert store.put(name(number), [bytes(4000)])
+        assert count_bytes(tmp_path) <= 200_000
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from sensorium.multimodal.tiers.disk import DiskStore
+store = DiskStore(Path(sys.argv[1]), 2**20)
+assert store.put("aa" * 32 + ".layout-v1", [bytes(100)])
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+assert not store.put("bb" * 32 + ".layout-v1", [bytes(10_000)])
+assert store.statistics().num_errors == 1
+assert store.get("aa" * 32 + ".layout-v1") == bytes(100), "reading goes on"
+assert not store.put("cc" * 32 + ".layout-v1", [bytes(10)]), "writing pauses"
+assert store.statistics().num_errors == 1, "without another error"
+store._paused_until = 0.0
+assert store.put("cc" * 32 + ".layout-v1", [bytes(10)])
+"""
+
+
+def test_a_disk_that_refuses_a_write_loses_only_that_entry(tmp_path: Path) -> None:
+    """The limit on the size of files is a real refusal of the system, as of a full disk."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Requests go on without it" in done.stderr
+    assert done.stderr.count("Requests go on") == 1
+    assert not list(tmp_path.glob("unfinished-*"))
+    assert DiskStore(tmp_path, MIB).statistics().num_bytes == count_bytes(tmp_path)
+
+
+def test_a_place_that_is_no_directory_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"disk cache of media.*can't be used"):
+        DiskStore(tmp_path / "file", MIB)
+    with pytest.raises(ModelError, match=r"disk cache of media.*can't be used"):
+        DiskStore(tmp_path / "file" / "below", MIB)

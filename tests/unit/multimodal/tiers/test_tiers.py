@@ -1,0 +1,174 @@
+"""Media items in tiers: their parts, what is enough for a request, and what is never kept."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from sensorium.multimodal.cache.interface import ItemHandle
+from sensorium.multimodal.tiers.disk import DiskStore
+from sensorium.multimodal.tiers.tiers import MediaTiers
+from sensorium.multimodal.tiers.writer import BackgroundWriter
+from sensorium.types.multimodal import ENCODED, PRECOMPUTED, ItemLayout, MultiModalKwargsItem
+
+HASH = "ab" * 32
+LAYOUT = ItemLayout(text="<image><image>", token_id=7, num_embeds=2)
+PIXELS = torch.arange(60_000, dtype=torch.float32).reshape(100, 600)
+GRID = torch.tensor([[1, 10, 10]])
+TENSORS = {"pixel_values": PIXELS, "image_grid_thw": GRID}
+EMBEDS = torch.randn(2, 8).to(torch.bfloat16)
+
+
+def make_tiers(folder: Path, model: str = "model") -> MediaTiers:
+    return MediaTiers([DiskStore(folder, 2**24)], model=model)
+
+
+def save(
+    tiers: MediaTiers,
+    tensors: MultiModalKwargsItem | None = TENSORS,
+    *,
+    mm_hash: str = HASH,
+    layout: ItemLayout | None = LAYOUT,
+) -> None:
+    handle = ItemHandle(modality="image", mm_hash=mm_hash, layout=layout, num_bytes=1000)
+    tiers.save_item(handle, lambda: nullcontext(tensors), 1000)
+
+
+def test_an_item_comes_back_as_it_was(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers)
+    tiers.close()
+    item = make_tiers(tmp_path).load_item(HASH, takes_encoded=True)
+    assert item is not None
+    assert (item.mm_hash, item.modality, item.layout) == (HASH, "image", LAYOUT)
+    assert list(item.kwargs) == list(TENSORS)
+    assert all(torch.equal(item.kwargs[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_an_encoder_output_stands_for_the_large_tensors(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers)
+    tiers.save_encoded(HASH, EMBEDS)
+    tiers.close()
+    later = make_tiers(tmp_path)
+    item = later.load_item(HASH, takes_encoded=True)
+    assert item is not None
+    assert item.kwargs.keys() == {"image_grid_thw", ENCODED}
+    assert torch.equal(item.kwargs[ENCODED], EMBEDS)
+    assert item.kwargs[ENCODED].dtype == EMBEDS.dtype
+    whole = later.load_item(HASH, takes_encoded=False)
+    assert whole is not None
+    assert whole.kwargs.keys() == TENSORS.keys()
+
+
+def test_other_weights_have_other_encoder_outputs_and_the_same_items(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path, "first")
+    save(tiers)
+    tiers.save_encoded(HASH, EMBEDS)
+    tiers.close()
+    other = make_tiers(tmp_path, "second")
+    assert other.load_encoded(HASH) is None
+    item = other.load_item(HASH, takes_encoded=True)
+    assert item is not None
+    assert item.kwargs.keys() == TENSORS.keys()
+
+
+@pytest.mark.parametrize("lost", ["layout", "tensors", "encoded"])
+def test_without_one_of_its_parts_an_item_is_absent_or_whole(lost: str, tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers)
+    tiers.save_encoded(HASH, EMBEDS)
+    tiers.close()
+    (path,) = tmp_path.glob(f"*/{HASH}.{lost}*")
+    path.write_bytes(b"damaged")
+    later = make_tiers(tmp_path)
+    item = later.load_item(HASH, takes_encoded=True)
+    whole = later.load_item(HASH, takes_encoded=False)
+    if lost == "layout":
+        assert item is None
+        assert whole is None
+    elif lost == "tensors":
+        assert item is not None
+        assert ENCODED in item.kwargs
+        assert whole is None
+    else:
+        assert item is not None
+        assert item.kwargs.keys() == TENSORS.keys()
+        assert whole is not None
+
+
+@pytest.mark.parametrize(
+    "mm_hash", ["../../etc/passwd", "cat.png", HASH.upper(), HASH + "/x", f"{HASH}@x", ""]
+)
+def test_names_that_are_no_hashes_are_not_kept(mm_hash: str, tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers, mm_hash=mm_hash)
+    tiers.save_encoded(mm_hash, EMBEDS)
+    tiers.close()
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["taken"]
+    assert tiers.load_item(mm_hash, takes_encoded=True) is None
+    assert tiers.load_encoded(mm_hash) is None
+
+
+def test_a_window_of_a_sound_has_its_own_encoder_output(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    tiers.save_encoded(f"{HASH}@3000", EMBEDS)
+    tiers.close()
+    later = make_tiers(tmp_path)
+    assert later.load_encoded(HASH) is None
+    assert later.load_encoded(f"{HASH}@300") is None
+    found = later.load_encoded(f"{HASH}@3000")
+    assert found is not None
+    assert torch.equal(found, EMBEDS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layout"),
+    [
+        (None, LAYOUT),
+        (TENSORS, None),
+        ({PRECOMPUTED: EMBEDS}, LAYOUT),
+        ({"image_grid_thw": GRID, ENCODED: EMBEDS}, LAYOUT),
+    ],
+)
+def test_items_that_are_gone_or_came_otherwise_are_not_kept(
+    tensors: MultiModalKwargsItem | None, layout: ItemLayout | None, tmp_path: Path
+) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers, tensors, layout=layout)
+    tiers.close()
+    assert make_tiers(tmp_path).load_item(HASH, takes_encoded=True) is None
+
+
+def test_a_later_store_fills_the_earlier_one(tmp_path: Path) -> None:
+    far = DiskStore(tmp_path / "far", 2**24)
+    first = MediaTiers([far], model="model")
+    save(first)
+    first.close()
+    near = DiskStore(tmp_path / "near", 2**24)
+    both = MediaTiers([near, far], model="model")
+    assert both.load_item(HASH, takes_encoded=True) is not None
+    both.close()
+    assert MediaTiers([near], model="model").load_item(HASH, takes_encoded=True) is not None
+
+
+def test_the_writer_drops_what_it_has_no_memory_for_and_outlives_errors() -> None:
+    writer = BackgroundWriter(max_waiting_bytes=100)
+    go, done = threading.Event(), []
+    writer.submit(go.wait, 60)
+    writer.submit(lambda: done.append("fits"), 40)
+    writer.submit(lambda: done.append("too much"), 1)
+    assert writer.num_dropped == 1
+    go.set()
+    assert writer.wait(10)
+    writer.submit(lambda: 1 / 0, 100)
+    writer.submit(lambda: done.append("after an error"), 0)
+    writer.submit(lambda: done.append("alone"), 1000)  # larger than all room, but nothing waits
+    writer.close()
+    assert done[:2] == ["fits", "after an error"]
+    writer.submit(lambda: done.append("closed"), 1)
+    assert "closed" not in done
