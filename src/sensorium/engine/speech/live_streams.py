@@ -43,7 +43,7 @@ from sensorium.speech.live.turns import (
     TurnStarted,
 )
 from sensorium.speech.live.voices import SileroDetector, VoiceDetector
-from sensorium.speech.options import SpeechOptions, check_sound_alone
+from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript
 from sensorium.types.errors import RequestError
 from sensorium.types.outputs import CompletionDelta
@@ -104,7 +104,7 @@ class StreamSource:
 
     def check(self, options: LiveOptions) -> None:
         """Raise a `RequestError` if the model can't do what the options ask for."""
-        check_sound_alone(SpeechOptions(language=options.language, prompt=options.prompt))
+        self._model.check(SpeechOptions(language=options.language, prompt=options.prompt))
         if options.delay_ms is not None:
             try:
                 self._model.processor.count_delay_tokens(options.delay_ms)

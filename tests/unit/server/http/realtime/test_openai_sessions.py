@@ -12,6 +12,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from sensorium.speech.options import SpeechOptions
+from sensorium.types.errors import RequestError
 from tests.support.talking import (
     LOUD,
     QUIET,
@@ -199,6 +201,24 @@ def test_what_a_session_can_not_do_is_named_and_changes_nothing(
         assert error["type"] in ("invalid_request_error", "not_found_error")
         after = talker.set_input(turn_detection={"type": "server_vad"})["session"]
         assert after == before
+
+
+def test_options_that_the_model_can_not_take_are_refused_before_a_turn(
+    server: RunningServer, transcriber: ScriptedTranscriber
+) -> None:
+    def refuse(options: SpeechOptions) -> None:
+        if options.language is not None:
+            raise RequestError("this model finds the language itself", path=("language",))
+
+    transcriber.refuses = refuse
+    with begin(server, turn_detection=None) as talker:
+        error = talker.set_input(transcription={"prompt": "Ada", "language": "de"})["error"]
+        assert error["param"] == "session.audio.input.transcription.language"
+        assert "finds the language itself" in error["message"]
+        talker.say(make_sound((LOUD, 0.5)))
+        talker.commit()
+        assert talker.receive_until(COMPLETED)[-1]["transcript"] == TEXT
+    assert transcriber.calls[0][1].prompt == ""  # nothing of the message was taken
 
 
 def test_other_sessions_than_transcriptions_are_refused(server: RunningServer) -> None:
