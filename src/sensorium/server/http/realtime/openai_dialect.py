@@ -1,7 +1,8 @@
 """OpenAI's protocol for realtime transcription sessions, in the form of its general availability.
 
 The messages are those that the package `openai` has types for (`openai.types.realtime`). Fields
-that ask for something that this server does not do are refused, and named.
+that ask for something that this server does not do are refused, and named. So are fields that are
+not known.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sensorium.server.http.realtime.dialects import (
     Configure,
     Message,
     WrittenEvent,
+    check_fields,
     make_id,
     make_unknown_error,
     read_audio,
@@ -55,17 +57,18 @@ _G711: dict[str, Encoding] = {"audio/pcmu": "mulaw", "audio/pcma": "alaw"}
 _G711_RATE = 8_000
 # The words of OpenAI's API, in milliseconds.
 _DELAYS = {"minimal": 160, "low": 240, "medium": 480, "high": 960, "xhigh": 2400}
+_VLLM_FIELDS = ("model", "final")  # of messages
 _MAX_TEXT = 16_384  # characters of a prompt
 _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Time = Annotated[int, Meta(ge=0, le=30_000)]
 
 
-class _Format(Struct):
+class _Format(Struct, forbid_unknown_fields=True):
     type: str = "audio/pcm"
     rate: int | None = None
 
 
-class _Transcription(Struct):
+class _Transcription(Struct, forbid_unknown_fields=True):
     model: str | UnsetType | None = UNSET
     language: str | UnsetType | None = UNSET
     prompt: Annotated[str, Meta(max_length=_MAX_TEXT)] | UnsetType | None = UNSET
@@ -74,30 +77,35 @@ class _Transcription(Struct):
     languages: Any = None
 
 
-class _TurnDetection(Struct):
+class _TurnDetection(Struct, forbid_unknown_fields=True):
     type: str
     threshold: _Share | None = None
     prefix_padding_ms: _Time | None = None
     silence_duration_ms: _Time | None = None
     idle_timeout_ms: Any = None
+    eagerness: Any = None  # of semantic_vad
     # Accepted without effect: there are no responses in a transcription session.
     create_response: bool | None = None
     interrupt_response: bool | None = None
 
 
-class _Input(Struct):
+class _Input(Struct, forbid_unknown_fields=True):
     format: _Format | UnsetType | None = UNSET
     transcription: _Transcription | UnsetType | None = UNSET
     turn_detection: _TurnDetection | UnsetType | None = UNSET
     noise_reduction: Any = None
 
 
-class _Audio(Struct):
+class _Audio(Struct, forbid_unknown_fields=True):
     input: _Input = msgspec.field(default_factory=_Input)
     output: Any = None
 
 
-class _Session(Struct):
+class _SessionType(Struct):
+    type: str
+
+
+class _Session(Struct, forbid_unknown_fields=True):
     type: str
     audio: _Audio | None = None
     include: list[str] | UnsetType | None = UNSET
@@ -130,10 +138,13 @@ class OpenAIDialect:
         if kind == f"{_BUFFER}.append":
             return read_audio(message)
         if kind == f"{_BUFFER}.commit":
+            _check_fields(message)
             return Commit()
         if kind == f"{_BUFFER}.clear":
+            _check_fields(message)
             return Clear()
         if kind == "session.update":
+            _check_fields(message, "session")
             with at("session"):
                 self._update(message.get("session"))
             return Configure()
@@ -191,12 +202,13 @@ class OpenAIDialect:
 
     def _update(self, given: Any) -> None:
         """Take over the fields that are given. If one of them is wrong, nothing is changed."""
-        session = check(given, _Session)
-        if session.type != "transcription":
+        # The type comes first: sessions of another one have fields that are not known here.
+        if check(given, _SessionType).type != "transcription":
             raise RequestError(
                 "must be transcription: this server writes down what is said, and gives no answers",
                 path=("type",),
             )
+        session = check(given, _Session)
         options, audio_format = self.options, self.audio_format
         if session.include is not UNSET:
             options = replace(options, needs_logprobs=_read_include(session.include or ()))
@@ -266,6 +278,18 @@ class OpenAIDialect:
         }
 
 
+def _check_fields(message: Mapping[str, Any], *names: str) -> None:
+    """Raise a `RequestError` if a message has other fields than these and the common ones."""
+    for name in _VLLM_FIELDS:
+        if name in message:
+            raise RequestError(
+                "belongs to vLLM's dialect, and this connection has OpenAI's: add ?dialect=vllm to "
+                "the address, or leave it out",
+                path=(name,),
+            )
+    check_fields(message, *names)
+
+
 def _refuse(given: Struct, *names: str) -> None:
     """Raise a `RequestError` if one of the fields is given. The server has no use for them."""
     for name in names:
@@ -324,7 +348,7 @@ def _read_detection(given: _TurnDetection | None) -> TurnDetection | None:
     if given.type != _SERVER_VAD:
         hint = ": this server has no semantic_vad" if given.type == "semantic_vad" else ""
         raise RequestError(f"must be server_vad, or turn_detection null{hint}", path=("type",))
-    _refuse(given, "idle_timeout_ms")
+    _refuse(given, "idle_timeout_ms", "eagerness")
     names = ("threshold", "prefix_padding_ms", "silence_duration_ms")
     chosen = {name: getattr(given, name) for name in names}
     return TurnDetection(**{name: each for name, each in chosen.items() if each is not None})

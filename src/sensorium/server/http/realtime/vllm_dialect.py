@@ -21,6 +21,7 @@ from sensorium.server.http.realtime.dialects import (
     Configure,
     Message,
     WrittenEvent,
+    check_fields,
     make_id,
     make_unknown_error,
     read_audio,
@@ -55,25 +56,31 @@ class VllmDialect:
         if kind == "input_audio_buffer.append":
             return read_audio(message)
         if kind == "input_audio_buffer.commit":
+            check_fields(message, "final")
             is_final = message.get("final")
             if is_final not in (None, True, False):
                 raise RequestError("must be true or false", path=("final",))
             return Commit(is_final=True) if is_final else Configure()
         if kind == "input_audio_buffer.clear":
+            check_fields(message)
             return Clear()
         if kind == "session.update":
-            if "session" in message:
-                raise RequestError(
-                    "belongs to OpenAI's dialect, and this connection has vLLM's: add "
-                    "?intent=transcription to the address",
-                    path=("session",),
-                )
-            model = message.get("model")
-            if model is not None and not isinstance(model, str):
-                raise RequestError("must be text", path=("model",))
-            check_model(model, self._model_names)
+            self._check_update(message)
             return Configure()
         raise make_unknown_error(kind)
+
+    def _check_update(self, message: Mapping[str, Any]) -> None:
+        if "session" in message:
+            raise RequestError(
+                "belongs to OpenAI's dialect, and this connection has vLLM's: add "
+                "?intent=transcription to the address",
+                path=("session",),
+            )
+        check_fields(message, "model")
+        model = message.get("model")
+        if model is not None and not isinstance(model, str):
+            raise RequestError("must be text", path=("model",))
+        check_model(model, self._model_names)
 
     def confirm(self, _: Command) -> list[Message]:
         return []
