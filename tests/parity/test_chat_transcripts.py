@@ -14,9 +14,9 @@ from sensorium import LLM, SamplingParams
 from sensorium.engine.speech.chat_models import ChatSpeechModel
 from sensorium.multimodal.processing import item_worker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import find_cuts
 from sensorium.speech.transcript import Transcript
-from sensorium.speech.options import SpeechOptions
 from sensorium.types.errors import RequestError
 from tests.parity.cases import Audio, make_audio
 from tests.support.engine import Trace, assert_nothing_is_left, make_llm

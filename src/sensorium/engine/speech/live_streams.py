@@ -340,9 +340,11 @@ class StreamSession(EventQueue):
         await self._announce(item)
         duration_s = item.num_samples / RATE
         if reason is FinishReason.LENGTH:
+            written_s = item.num_tokens * self._model.processor.token_ms / _MS_PER_S
             error = RequestError(
-                f"the model can't hear more at once: its context is full after {duration_s:g} s. "
-                "Commit more often"
+                f"the model's context is full: {written_s:g} s of this item are written down, and "
+                "the rest of it is lost. Commit more often, or start the server with a larger "
+                "--max-model-len if the model has room for it"
             )
             await self.put(Failed(item.item_id, error))
             return
