@@ -18,7 +18,8 @@ _WAITING = "sensorium:realtime_waiting_seconds"
 class SessionClock:
     """A stopwatch of one live session that writes to the metrics.
 
-    Each item of a session is a request in the metrics of requests, from its commit to its end.
+    Each item of a session is a request in the metrics of requests, from its commit to its end. One
+    that fails before it is committed is a request of no length.
     """
 
     def __init__(self, metrics: MetricSet, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,10 +46,7 @@ class SessionClock:
         """Measure an event of the session at the time at which it is sent."""
         now = self._clock()
         if isinstance(event, Committed):
-            request = RequestClock(
-                self._metrics, arrived=now, params=SamplingParams(), clock=self._clock
-            )
-            self._requests[event.item_id] = now, request
+            self._requests[event.item_id] = now, self._start(now)
         elif isinstance(event, TextDelta) and event.item_id in self._requests:
             self._requests[event.item_id][1].on_segment()
         elif isinstance(event, Completed) and event.item_id in self._requests:
@@ -57,8 +55,13 @@ class SessionClock:
             request.on_transcript(event.transcript.usage)
             self._observe("sensorium:realtime_lag_seconds", now - committed)
             self._observe("sensorium:realtime_item_seconds", event.work_s)
-        elif isinstance(event, Failed) and event.item_id in self._requests:
-            self._requests.pop(event.item_id)[1].on_end(FinishReason.ERROR)
+        elif isinstance(event, Failed):
+            # A model that writes while an item is spoken may fail before its commit.
+            _, request = self._requests.pop(event.item_id, None) or (now, self._start(now))
+            request.on_end(FinishReason.ERROR)
+
+    def _start(self, now: float) -> RequestClock:
+        return RequestClock(self._metrics, arrived=now, params=SamplingParams(), clock=self._clock)
 
     def end(self, reason: str) -> None:
         """Count the end of the session, and of the items that were not transcribed."""

@@ -80,7 +80,9 @@ class Completed:
     item_id: str
     transcript: Transcript
     audio_s: float  # of all sound since the item before: its own, and the silence between them
-    work_s: float  # that the transcription took, without the time for which it has waited
+    # That the transcription took, without the time for which it has waited. If the text came while
+    # the item was spoken, only the time since the end of its sound.
+    work_s: float
 
 
 @dataclass(frozen=True, slots=True)
