@@ -49,7 +49,7 @@ def test_garbage_is_answered_and_the_session_goes_on(server: RunningServer) -> N
             ('{"type": "input_audio_buffer.append", "audio": "%%%"}', None),
             ('{"type": "session.update"}', None),
             ('{"type": "session.update", "session": {"type": "transcription", "audio": 3}}', None),
-            (b"\x00\x01" * 100, "invalid_json"),
+            (b"\x00\x01" * 100, "unsupported_binary"),
             ("[" * 100_000, "invalid_json"),
         ):
             talker.socket.send(message)
