@@ -27,10 +27,18 @@ class SessionClock:
         self._clock = clock
         self._began = clock()
         self._waiting_s = 0.0
+        self.audio_s = 0.0  # that the client has sent
+        self.num_items = 0  # that were committed, or have failed
+        self.num_failed = 0
         self._requests: dict[str, tuple[float, RequestClock]] = {}  # item -> its commit, its clock
         metrics.gauge(_ACTIVE).inc()
 
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock() - self._began
+
     def count_audio(self, seconds: float) -> None:
+        self.audio_s += seconds
         self._metrics.counter("sensorium:realtime_audio_seconds_total").inc(seconds)
 
     def on_chunk(self, seconds: float) -> None:
@@ -59,8 +67,10 @@ class SessionClock:
             # A model that writes while an item is spoken may fail before its commit.
             _, request = self._requests.pop(event.item_id, None) or (now, self._start(now))
             request.on_end(FinishReason.ERROR)
+            self.num_failed += 1
 
     def _start(self, now: float) -> RequestClock:
+        self.num_items += 1
         return RequestClock(self._metrics, arrived=now, params=SamplingParams(), clock=self._clock)
 
     def end(self, reason: str) -> None:
@@ -71,7 +81,7 @@ class SessionClock:
         self.set_waiting(0.0)
         self._metrics.gauge(_ACTIVE).dec()
         self._metrics.counter("sensorium:realtime_sessions_total", reason).inc()
-        self._observe("sensorium:realtime_session_seconds", self._clock() - self._began)
+        self._observe("sensorium:realtime_session_seconds", self.elapsed_s)
 
     def _observe(self, name: str, seconds: float) -> None:
         self._metrics.histogram(name).observe(seconds)

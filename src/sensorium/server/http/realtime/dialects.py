@@ -66,6 +66,12 @@ class Dialect(Protocol):
     """A wire format of the route, with the state of one connection."""
 
     @property
+    def name(self) -> str: ...  # in the address
+
+    @property
+    def session_id(self) -> str: ...  # the client gets it with the first message
+
+    @property
     def audio_format(self) -> AudioFormat: ...
 
     @property

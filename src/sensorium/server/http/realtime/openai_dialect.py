@@ -114,6 +114,8 @@ class _Session(Struct, forbid_unknown_fields=True):
 class OpenAIDialect:
     """OpenAI's dialect for one connection. `model` is the served model's name in messages."""
 
+    name = "openai"
+
     def __init__(
         self,
         *,
@@ -126,7 +128,7 @@ class OpenAIDialect:
         self._model = model
         self._model_names = model_names
         self._expires_at = expires_at  # in seconds since 1970
-        self._session_id = make_id("sess")
+        self.session_id = make_id("sess")
         self.audio_format = _DEFAULT_FORMAT
         self.options = LiveOptions()
 
@@ -259,7 +261,7 @@ class OpenAIDialect:
         return {
             "type": "transcription",
             "object": "realtime.transcription_session",
-            "id": self._session_id,
+            "id": self.session_id,
             "expires_at": self._expires_at,
             "audio": {
                 "input": {

@@ -36,12 +36,14 @@ from sensorium.types.errors import RequestError
 class VllmDialect:
     """vLLM's dialect for one connection. Its options are always the defaults."""
 
+    name = "vllm"
     audio_format = AudioFormat("pcm16", 16_000)
 
     def __init__(self, *, source: LiveSource, model_names: Sequence[str]) -> None:
         # A model that takes a sound while it goes on needs no turns: one text is for all of it.
         self.options = LiveOptions(turn_detection=None) if source.is_streaming else LiveOptions()
         self._model_names = model_names
+        self.session_id = make_id("sess")
         self._text = ""  # of all items since the begin, or since the last final commit
         self._item_id: str | None = None  # of the item that the text ends with
         self._usages: list[SpeechUsage] = []
@@ -49,7 +51,7 @@ class VllmDialect:
 
     def greet(self) -> list[Message]:
         created = int(time.time())
-        return [{"type": "session.created", "id": make_id("sess"), "created": created}]
+        return [{"type": "session.created", "id": self.session_id, "created": created}]
 
     def read(self, message: Mapping[str, Any]) -> Command:
         kind = message["type"]
