@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # metrics import this module, and must not load numpy
     from sensorium.utils.silences import Samples
 
 
+# The words for delays in OpenAI's API -> milliseconds
+DELAYS_MS = {"minimal": 160, "low": 240, "medium": 480, "high": 960, "xhigh": 2400}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDetection:
     """How turns are found: OpenAI's `server_vad`, with its defaults."""

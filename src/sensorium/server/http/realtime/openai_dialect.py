@@ -31,6 +31,7 @@ from sensorium.server.http.realtime.dialects import (
 from sensorium.speech.formats import make_logprobs, make_token_usage
 from sensorium.speech.live.audio import AudioFormat, Encoding
 from sensorium.speech.live.session import (
+    DELAYS_MS,
     Cleared,
     Committed,
     Completed,
@@ -55,8 +56,6 @@ _RATES = (16_000, 24_000)
 _DEFAULT_FORMAT = AudioFormat("pcm16", 24_000)
 _G711: dict[str, Encoding] = {"audio/pcmu": "mulaw", "audio/pcma": "alaw"}
 _G711_RATE = 8_000
-# The words of OpenAI's API, in milliseconds.
-_DELAYS = {"minimal": 160, "low": 240, "medium": 480, "high": 960, "xhigh": 2400}
 _VLLM_FIELDS = ("model", "final")  # of messages
 _MAX_TEXT = 16_384  # characters of a prompt
 _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -303,14 +302,14 @@ def _read_delay(given: str | int | None) -> int | None:
     """Return a delay in milliseconds, for one of OpenAI's words or a number of them."""
     if given is None or isinstance(given, int):
         return given
-    if given not in _DELAYS:
-        words = join_words(tuple(_DELAYS))
+    if given not in DELAYS_MS:
+        words = join_words(tuple(DELAYS_MS))
         raise RequestError(f"must be {words}, or a number of milliseconds", path=("delay",))
-    return _DELAYS[given]
+    return DELAYS_MS[given]
 
 
 def _write_delay(delay_ms: int | None) -> str | int | None:
-    return next((word for word, each in _DELAYS.items() if each == delay_ms), delay_ms)
+    return next((word for word, each in DELAYS_MS.items() if each == delay_ms), delay_ms)
 
 
 def _read_include(given: Sequence[str]) -> bool:
