@@ -65,8 +65,9 @@ class SessionClock:
             self._observe("sensorium:realtime_item_seconds", event.work_s)
         elif isinstance(event, Failed):
             # A model that writes while an item is spoken may fail before its commit.
-            _, request = self._requests.pop(event.item_id, None) or (now, self._start(now))
-            request.on_end(FinishReason.ERROR)
+            if event.item_id not in self._requests:
+                self._requests[event.item_id] = now, self._start(now)
+            self._requests.pop(event.item_id)[1].on_end(FinishReason.ERROR)
             self.num_failed += 1
 
     def _start(self, now: float) -> RequestClock:
