@@ -55,7 +55,7 @@ class LocalCore:
         self.media = media
         self.directory = directory
         self.store = build_store(media)
-        self.options = EngineOptions(max_model_len=4096, **options)
+        self.options = EngineOptions(**{"max_model_len": 4096, **options})
         self.life = 0
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
@@ -75,7 +75,7 @@ class LocalCore:
         self._thread.start()
         self.info = CoreInfo(
             endpoint=endpoint,
-            max_model_len=4096,
+            max_model_len=self.core.scheduler.limits.max_model_len,
             defaults=self.built.defaults,
             epoch=receiver.epoch if isinstance(receiver, MirrorReceiver) else None,
         )

@@ -109,6 +109,10 @@ def test_a_server_that_refuses_is_quoted(server: ServerProcess) -> None:
     process = start("-", "--url", server.get_url(), "--model", "other")
     _, errors = process.communicate(b"", timeout=TIMEOUT_S)
     assert "'other' is not served here" in errors.decode()
+    process = start("-", "--url", server.get_url(), "--delay", "low")
+    _, errors = process.communicate(b"", timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "delay: is not supported by this model" in errors.decode()
     process = start("-", "--url", "http://127.0.0.1:9")
     _, errors = process.communicate(b"", timeout=TIMEOUT_S)
     assert "does not answer" in errors.decode()
@@ -122,6 +126,8 @@ def test_a_server_that_refuses_is_quoted(server: ServerProcess) -> None:
         (["sound.wav", "--url", "http://localhost"], "give - as the only file"),
         (["-", "--url", "http://localhost", "--format", "srt"], "--live prints text"),
         (["-", "--url", "http://localhost", "--task", "translate"], "--live does not translate"),
+        (["-", "--url", "http://localhost", "--delay", "soon"], "must be minimal, low, medium"),
+        (["-", "--url", "http://localhost", "--delay", "-80"], "--delay"),
     ],
 )
 def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
@@ -129,3 +135,16 @@ def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
     _, errors = process.communicate(b"", timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert words in errors.decode()
+
+
+def test_a_delay_is_for_live_audio_alone(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", COMMAND, "transcribe", "sound.wav", "--delay", "low"],
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert "--delay needs --live" in found.stderr.decode()

@@ -99,7 +99,8 @@ def test_every_example_runs_as_it_is_printed(page: Path, page_server: ServerProc
 
 def run(command: list[str], server: ServerProcess) -> str:
     """Return what the command prints, in an environment as the pages assume it."""
-    code = command[-1].replace("http://127.0.0.1:8000", server.get_url()).replace(".venv/bin/", "")
+    address = server.get_url().removeprefix("http:")  # the examples also have ws:
+    code = command[-1].replace("//127.0.0.1:8000", address).replace(".venv/bin/", "")
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "src"),

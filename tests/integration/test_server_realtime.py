@@ -195,7 +195,10 @@ def test_whisper_hears_turns_too(tiny_model: Callable[[str], str], tmp_path: Pat
         with begin(running) as talker:
             talker.say(sound)
             assert talker.receive_until(COMPLETED)[-1]["usage"]["seconds"] > 2
-        with begin(running, transcription={"language": "klingon"}) as talker:
-            talker.say(sound)
-            failed = talker.receive_until(FAILED)[-1]
-            assert "klingon" in failed["error"]["message"]
+        with Talker(running.get_url(), OPENAI) as talker:
+            talker.receive()
+            error = talker.set_input(transcription={"language": "klingon"})["error"]
+            assert "klingon" in error["message"]
+            assert error["param"] == "session.audio.input.transcription.language"
+            error = talker.set_input(transcription={"prompt": "<|endoftext|>"})["error"]
+            assert error["param"] == "session.audio.input.transcription.prompt"

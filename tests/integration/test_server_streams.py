@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,8 +17,8 @@ import pytest
 
 from sensorium.utils.silences import Samples
 from tests.support.media import write_sound
-from tests.support.server import ServerProcess, serve
-from tests.support.talking import Talker
+from tests.support.server import COMMAND, ROOT, ServerProcess, serve
+from tests.support.talking import Talker, to_pcm16
 from tests.support.tones import RATE, TOKEN, StreamedReference, make_tones
 from tests.support.waiting import wait_until
 
@@ -152,6 +154,21 @@ def test_options_that_the_model_can_not_have(
         answer = talker.set_input(transcription=fields)
         assert answer["type"] == "error"
         assert words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(("delay", "words"), [("xhigh", ""), ("80", ""), ("100", "of 80 ms")])
+def test_the_command_line_sends_the_delay(server: ServerProcess, delay: str, words: str) -> None:
+    flags = ["--live", "-", "--url", server.get_url(), "--delay", delay]
+    found = subprocess.run(
+        [sys.executable, "-c", COMMAND, "transcribe", *flags],
+        input=to_pcm16(make_tones(0, 1.0) * 0.0),
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        check=False,
+    )
+    assert (found.returncode != 0) == bool(words), found.stderr
+    assert words in found.stderr.decode()
 
 
 def test_a_client_vanishes_and_the_core_is_killed(

@@ -86,6 +86,23 @@ def test_listening_can_be_stopped_at_once(server: ServerProcess, browser: Browse
     browser.assert_clean()
 
 
+def test_a_connection_that_is_too_slow_ends_the_session_in_words(
+    server: ServerProcess, browser: Browser
+) -> None:
+    open_page(browser, server)
+    browser.run(
+        "Object.defineProperty(WebSocket.prototype, 'bufferedAmount', {get: () => 1 << 20})"
+    )
+    browser.click("#live")
+    wait_until(lambda: browser.get_texts(".failure") != [], "it has ended", WAIT_S)
+    (words,) = browser.get_texts(".failure")
+    assert "too slow" in words
+    assert browser.find("#live").text == "Listen live"
+    active = "sensorium:realtime_sessions_active"
+    wait_until(lambda: server.get_metrics()[active] == 0, "the session has ended")
+    browser.assert_clean()
+
+
 def test_a_refused_session_is_told_in_words(server: ServerProcess, browser: Browser) -> None:
     open_page(browser, server)
     browser.run("document.getElementById('key').value = 'wrong'")

@@ -14,6 +14,7 @@ from sensorium import LLM, SamplingParams
 from sensorium.engine.speech.chat_models import ChatSpeechModel
 from sensorium.multimodal.processing import item_worker
 from sensorium.multimodal.processing.processor import MultiModalProcessor
+from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import find_cuts
 from sensorium.speech.transcript import Transcript
 from sensorium.types.errors import RequestError
@@ -278,6 +279,11 @@ def test_what_a_model_can_not_be_told_is_refused(
         llm.transcribe((make_audio(1.0, seed=1), RATE), use_tqdm=False, **options)
     assert raised.value.path == path
     assert_nothing_is_left(llm)
+    if "task" not in options:  # a live session asks before it has a sound
+        assert llm._speech is not None
+        with pytest.raises(RequestError, match=words) as raised:
+            llm._speech.check(SpeechOptions(**options))
+        assert raised.value.path == path
 
 
 def test_models_without_sounds_do_not_transcribe(tiny_model: TinyModel) -> None:

@@ -34,7 +34,7 @@ _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 class LiveClient:
     """A client that transcribes audio while it comes. `fields` are those of `transcription`."""
 
-    def __init__(self, url: str, *, key: str | None, fields: Mapping[str, str]) -> None:
+    def __init__(self, url: str, *, key: str | None, fields: Mapping[str, Any]) -> None:
         base = url.rstrip("/").removesuffix("/v1").replace("http", "ws", 1)
         model = f"&model={quote(fields['model'])}" if "model" in fields else ""
         self._url = f"{base}{_ROUTE}{model}"

@@ -17,8 +17,9 @@ from sensorium.cli import flags
 from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
+from sensorium.speech.live.session import DELAYS_MS
 from sensorium.types.errors import RequestError
-from sensorium.types.options import list_options
+from sensorium.types.options import join_words, list_options
 from sensorium.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -83,6 +84,13 @@ def add_transcribe(commands: Any) -> None:
         help="Transcribe while it is spoken: print words as they come, each turn on a line of its "
         "own. FILE must be -, with raw audio: PCM of 16 bits, 16 kHz, one channel. It needs --url.",
     )
+    server.add_argument(
+        "--delay",
+        type=_read_delay,
+        metavar="DELAY",
+        help="With --live, how far words are behind the sound, for models that write while you "
+        f"speak: {join_words((*DELAYS_MS, 'a number of milliseconds'))}. Default: the model's own.",
+    )
     flags.add_quiet(parser)
     flags.add_options(parser, "transcribe", *flags.ENGINE_GROUPS)
     parser.set_defaults(run=_transcribe)
@@ -141,6 +149,15 @@ def _add_speech_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _read_delay(given: str) -> str | int:
+    if given in DELAYS_MS:
+        return given
+    if given.isdecimal():
+        return int(given)
+    words = join_words((*DELAYS_MS, "a number of milliseconds"))
+    raise argparse.ArgumentTypeError(f"must be {words}, not {given!r}")
+
+
 def _transcribe(arguments: argparse.Namespace) -> None:
     """Run the command: transcribe all files, and exit with 1 if one of them failed."""
     _check_usage(arguments)
@@ -176,8 +193,7 @@ def _check_usage(arguments: argparse.Namespace) -> None:
     names, form = list(dict.fromkeys(arguments.words)), arguments.format
     if not names:
         arguments.refuse("there is no file: give at least one, or - for stdin")
-    if arguments.live:
-        _check_live_usage(arguments, names)
+    _check_live_usage(arguments, names)
     if arguments.word_timestamps and form != "verbose_json":
         arguments.refuse("--word-timestamps needs --format verbose_json")
     if arguments.output_dir is None and len(names) > 1 and form != "text":
@@ -195,6 +211,10 @@ def _check_usage(arguments: argparse.Namespace) -> None:
 
 
 def _check_live_usage(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    if not arguments.live:
+        if arguments.delay is not None:
+            arguments.refuse("--delay needs --live")
+        return
     if names != [_STDIN]:
         arguments.refuse("--live reads raw audio from stdin: give - as the only file")
     if arguments.url is None:
@@ -292,7 +312,7 @@ def _run_live(arguments: argparse.Namespace) -> None:
     """Transcribe the audio on stdin with a server, while it comes."""
     from sensorium.cli.live_client import LiveClient
 
-    names = ("model", "language", "prompt")
+    names = ("model", "language", "prompt", "delay")
     chosen = {name: getattr(arguments, name) for name in names}
     client = LiveClient(
         arguments.url,

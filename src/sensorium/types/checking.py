@@ -15,13 +15,14 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 
 import msgspec
 
-from sensorium.types.errors import FieldPath, RequestError
+from sensorium.types.errors import FieldPath, RequestError, UnknownFieldError
 
 _Checked = TypeVar("_Checked")
 # "Expected `int`, got `str` - at `$.stop[1]`", or "... - at `key` in `$.logit_bias`"
 _PLACE = re.compile(r" - at (`key` in )?`\$([^`]*)`$")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+_UNKNOWN = "Object contains unknown field "
 _KIND = re.compile(r"Expected `([^`]+)`, got `([^`]+)`")
 _BOUND = re.compile(r"Expected `\w+` ([<>]=?) (.+)")
 _LENGTH = re.compile(r"Expected `(\w+)` of length ([<>]=) (\d+)")
@@ -106,7 +107,32 @@ def _get_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
     return get_type_hints(struct, include_extras=True)
 
 
+def _find_unknown(value: Any, hint: Any) -> FieldPath | None:
+    """Return the path of the first unknown field of a struct that forbids them, or `None`.
+
+    Its name may contain anything, so it is not taken from the message of msgspec.
+    """
+    member = _choose_member(value, hint)
+    if member is None:
+        return None
+    if isinstance(value, list):
+        entries = [(index, entry, get_args(member)[0]) for index, entry in enumerate(value)]
+    elif get_origin(member) is dict:
+        entries = [(key, entry, get_args(member)[1]) for key, entry in value.items()]
+    else:
+        hints, config = _get_hints(member), member.__struct_config__
+        entries = [(key, entry, hints.get(key)) for key, entry in value.items()]
+        if config.forbid_unknown_fields and (more := [key for key in value if key not in hints]):
+            return (str(more[0]),)
+    for key, entry, entry_hint in entries:
+        if (found := _find_unknown(entry, entry_hint)) is not None:
+            return (key, *found)
+    return None
+
+
 def _explain(message: str, value: Any, hint: Any) -> RequestError:
+    if message.startswith(_UNKNOWN) and (found := _find_unknown(value, hint)) is not None:
+        return UnknownFieldError(path=found)
     place = _PLACE.search(message)
     if place is None:
         path: FieldPath = ()

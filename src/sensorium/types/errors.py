@@ -4,6 +4,7 @@ SensoriumError
 ├── RequestError     the caller: the request can't be served as it is (HTTP 4xx)
 │   ├── MediaFetchError    the caller or its host: the media can't be had (HTTP 422)
 │   ├── MissingMediaError  the caller: media that was left out is in no cache (HTTP 409)
+│   ├── UnknownFieldError  the caller: the request has a field that does not exist (HTTP 400)
 │   ├── FailedRequestError us: a step of the engine, or the work on an item, failed (HTTP 500)
 │   └── ModelError   the caller: the model can't be run by this engine, and why
 ├── CapacityError    no fault: there is no room right now, trying again helps (HTTP 429 / 503)
@@ -133,6 +134,15 @@ class MissingMediaError(RequestError):
     ) -> None:
         super().__init__(message, path)
         self.missing = missing  # the uuids or hashes, as the client wrote them
+
+
+class UnknownFieldError(RequestError):
+    """An error that is raised when a field is not known, where no others than the known may be."""
+
+    def __init__(
+        self, message: str = "is an unknown field", path: Iterable[str | int] = ()
+    ) -> None:
+        super().__init__(message, path)
 
 
 class FailedRequestError(RequestError):

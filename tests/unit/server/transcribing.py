@@ -45,9 +45,14 @@ class ScriptedTranscriber:
     has_words: bool = True
     yields_segments: bool = True
     between: Callable[[int], Any] | None = None
+    refuses: Callable[[SpeechOptions], None] | None = None  # raises for options it can't take
     calls: list[tuple[bytes, SpeechOptions, str | None]] = field(default_factory=list)
     num_open: int = 0
     num_aborted: int = 0
+
+    def check(self, options: SpeechOptions) -> None:
+        if self.refuses is not None:
+            self.refuses(options)
 
     async def transcribe(
         self,

@@ -8,7 +8,7 @@ import pytest
 from msgspec import Meta, Struct
 
 from sensorium.types.checking import check
-from sensorium.types.errors import FieldPath, RequestError
+from sensorium.types.errors import FieldPath, RequestError, UnknownFieldError
 
 
 class Inner(Struct):
@@ -66,3 +66,27 @@ def test_whole_numbers_are_integers_where_these_are_wanted_and_nowhere_else() ->
 
 def test_unknown_fields_are_left_out() -> None:
     assert check({"other": 1, "n": 1}, Outer) == Outer(n=1)
+
+
+class Strict(Struct, forbid_unknown_fields=True):
+    name: str = ""
+
+
+class Holder(Struct):
+    entries: list[Strict] = []
+    table: dict[str, Strict] = {}
+    one: Strict | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"one": {"nam": ""}}, ("one", "nam")),
+        ({"more": 1, "entries": [{}, {"x": 1}]}, ("entries", 1, "x")),
+        ({"table": {"a": {}, "b": {"x` - at `$.y": 1}}}, ("table", "b", "x` - at `$.y")),
+    ],
+)
+def test_an_unknown_field_is_named_where_none_may_be(value: Any, path: FieldPath) -> None:
+    with pytest.raises(UnknownFieldError) as caught:
+        check(value, Holder)
+    assert caught.value.path == path

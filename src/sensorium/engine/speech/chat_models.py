@@ -179,6 +179,9 @@ class ChatSpeechModel:
             item, digest, cuts, rate=rate, scope=scope, pipeline=pipeline, decoded=decoded
         )
 
+    def check(self, options: SpeechOptions) -> None:
+        self.render(options)
+
     def start(self, sound: PiecedSound, options: SpeechOptions) -> Transcription:
         """Return the rules of a transcript. The prompt is rendered at the first step."""
         prompt_token_ids, rate = self.render(options), self._get_rate()

@@ -52,6 +52,10 @@ _MS_PER_S = 1000
 class SoundTranscriber(Protocol):
     """A transcriber of whole sounds, such as `AsyncTranscriber`."""
 
+    def check(self, options: SpeechOptions) -> None:
+        """Raise a `RequestError` if the model can't do what the options ask for."""
+        ...
+
     def transcribe(
         self, media: bytes, options: SpeechOptions, *, request_id: str
     ) -> AsyncGenerator[Segment | Transcript, None]: ...
@@ -121,6 +125,7 @@ class TurnSource:
                 "is not supported by this model, which transcribes turn by turn: leave it out",
                 path=("delay",),
             )
+        self._transcriber.check(_make_speech_options(options))
 
     def open(self, options: LiveOptions) -> TurnSession:
         return TurnSession(self._transcriber, options, make_detector=self._make_detector)
@@ -236,13 +241,10 @@ class TurnSession(EventQueue):
 
     async def _transcribe(self, turn: _Turn) -> None:
         began, texts = time.monotonic(), TextDeltas()
-        options = SpeechOptions(
-            language=turn.options.language,
-            prompt=turn.options.prompt,
-            needs_logprobs=turn.options.needs_logprobs,
-        )
         parts = self._transcriber.transcribe(
-            write_wav(turn.samples), options, request_id=f"realtime-{uuid.uuid4().hex}"
+            write_wav(turn.samples),
+            _make_speech_options(turn.options),
+            request_id=f"realtime-{uuid.uuid4().hex}",
         )
         async with aclosing(parts):
             async for part in parts:
@@ -264,6 +266,13 @@ class TurnSession(EventQueue):
     async def _send_text(self, turn: _Turn, text: str, scores: tuple[TokenScore, ...] = ()) -> None:
         if text:
             await self.put(TextDelta(turn.item_id, text, scores))
+
+
+def _make_speech_options(options: LiveOptions) -> SpeechOptions:
+    """Return the options with which each turn of a session is transcribed."""
+    return SpeechOptions(
+        language=options.language, prompt=options.prompt, needs_logprobs=options.needs_logprobs
+    )
 
 
 def make_item_id() -> str:

@@ -43,7 +43,7 @@ from sensorium.speech.live.turns import (
     TurnStarted,
 )
 from sensorium.speech.live.voices import SileroDetector, VoiceDetector
-from sensorium.speech.options import SpeechOptions, check_sound_alone
+from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, SpeechUsage, TokenScore, Transcript
 from sensorium.types.errors import RequestError
 from sensorium.types.outputs import CompletionDelta
@@ -104,7 +104,7 @@ class StreamSource:
 
     def check(self, options: LiveOptions) -> None:
         """Raise a `RequestError` if the model can't do what the options ask for."""
-        check_sound_alone(SpeechOptions(language=options.language, prompt=options.prompt))
+        self._model.check(SpeechOptions(language=options.language, prompt=options.prompt))
         if options.delay_ms is not None:
             try:
                 self._model.processor.count_delay_tokens(options.delay_ms)
@@ -340,9 +340,11 @@ class StreamSession(EventQueue):
         await self._announce(item)
         duration_s = item.num_samples / RATE
         if reason is FinishReason.LENGTH:
+            written_s = item.num_tokens * self._model.processor.token_ms / _MS_PER_S
             error = RequestError(
-                f"the model can't hear more at once: its context is full after {duration_s:g} s. "
-                "Commit more often"
+                f"the model's context is full: {written_s:g} s of this item are written down, and "
+                "the rest of it is lost. Commit more often, or start the server with a larger "
+                "--max-model-len if the model has room for it"
             )
             await self.put(Failed(item.item_id, error))
             return

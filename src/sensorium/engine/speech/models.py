@@ -23,7 +23,7 @@ from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.speech.languages import NAMES, find_code
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import transcribe_pieces
-from sensorium.speech.whisper import transcribe_whisper
+from sensorium.speech.whisper import encode_prompt, transcribe_whisper
 from sensorium.speech.whisper_tokens import (
     WhisperSettings,
     WhisperTokens,
@@ -104,6 +104,10 @@ class SpeechModel(Protocol[_Sound]):
         """
         ...
 
+    def check(self, options: SpeechOptions) -> None:
+        """Raise a `RequestError` if the model can't do what the options ask for."""
+        ...
+
     def start(self, sound: _Sound, options: SpeechOptions) -> Transcription:
         """Return the rules of one transcript, as a generator.
 
@@ -126,6 +130,12 @@ class WhisperModel(WithSoundProcessor):
     @property
     def can_translate(self) -> bool:
         return "translate" in self.tokens.task_ids
+
+    def check(self, options: SpeechOptions) -> None:
+        self.tokens.check_task(options.task)
+        if options.language is not None:
+            self.tokens.find_language(options.language)
+        encode_prompt(options.prompt, self.tokens, self.tokenizer)
 
     def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
         return transcribe_whisper(
@@ -153,15 +163,17 @@ class PieceModel(WithSoundProcessor):
     has_segments: bool = True
     has_words: bool = False
 
-    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+    def check(self, options: SpeechOptions) -> None:
         if options.prompt:
             raise RequestError("this model takes no prompt: leave it out", path=("prompt",))
+        if options.language is not None and find_code(options.language) not in NAMES:
+            reason = f"{options.language[:50]!r} is no known language"
+            raise RequestError(reason, path=("language",))
+
+    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+        self.check(options)
         if options.language is not None:
-            code = find_code(options.language)
-            if code not in NAMES:
-                reason = f"{options.language[:50]!r} is no known language"
-                raise RequestError(reason, path=("language",))
-            options = replace(options, language=code)
+            options = replace(options, language=find_code(options.language))
         return transcribe_pieces(
             sound.get_samples(),
             self.processor.sampling_rate,

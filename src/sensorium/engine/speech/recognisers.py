@@ -27,13 +27,16 @@ class RecogniserModel(WithSoundProcessor):
     has_segments: bool = True
     has_words: bool = True
 
-    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+    def check(self, options: SpeechOptions) -> None:
         check_sound_alone(options)
         if options.temperature:
             raise RequestError(
                 "this model does not sample, so its temperature is always 0: leave it out",
                 path=("temperature",),
             )
+
+    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+        self.check(options)
         return transcribe_frames(
             sound.get_pieces(), self.rules, duration_s=sound.duration_s, options=options
         )

@@ -25,9 +25,12 @@ class StreamedModel(WithSoundProcessor):
     has_segments: bool = True
     has_words: bool = False
 
+    def check(self, options: SpeechOptions) -> None:
+        check_sound_alone(options)
+
     def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
         """Return the rules of one transcript: the whole sound is one window and one segment."""
-        check_sound_alone(options)
+        self.check(options)
         rate = self.processor.sampling_rate
         num_positions = sound.num_positions
 

@@ -46,6 +46,10 @@ class AsyncTranscriber:
     def has_words(self) -> bool:
         return self._model.has_words
 
+    def check(self, options: SpeechOptions) -> None:
+        """Raise a `RequestError` if the model can't do what the options ask for."""
+        self._model.check(options)
+
     async def transcribe(
         self,
         media: bytes,

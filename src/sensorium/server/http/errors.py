@@ -28,6 +28,7 @@ from sensorium.types.errors import (
     MissingMediaError,
     RequestError,
     StoppingError,
+    UnknownFieldError,
     describe,
     format_path,
 )
@@ -180,6 +181,8 @@ def _make_request_error(error: RequestError, paths: WirePaths | None) -> ApiErro
         made.missing = error.missing
     elif isinstance(error, MediaFetchError):
         made.status, made.code, made.reason = 422, "media_not_fetched", "media"
+    elif isinstance(error, UnknownFieldError):
+        made.code = "unknown_parameter"  # as in OpenAI's API
     return made
 
 

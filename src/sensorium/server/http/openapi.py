@@ -25,11 +25,13 @@ _BINARY = {"type": "string", "format": "binary"}
 _ERRORS = {
     400: "The request is not valid; the error names the field.",
     401: "The API key is missing or wrong.",
+    403: "The origin or the host is not allowed.",
     404: "There is no such model or route.",
     408: "The body came too slowly.",
     409: "A media item without data, named by its uuid or hash, is not in the cache.",
     413: "The body is too large.",
     422: "The media at a URL can't be fetched.",
+    426: "The request does not ask for a WebSocket.",
     429: "Too many requests are being served; retry later.",
     500: "The server failed; its log has the reason.",
     503: "The engine is not connected, or has no room; retry later.",
@@ -58,6 +60,8 @@ class Route:
     answers_text: bool = False  # the answer may also be plain text
     answers_msgpack: bool = False
     needs_engine: bool = False  # a server that only renders refuses it
+    is_upgrade: bool = False  # the answer is a WebSocket, which OpenAPI has no words for
+    queries: tuple[str, ...] = ()  # the parameters in the address
     is_counted: bool = False  # it counts among the requests that are served at once
     name: str = ""  # of the operation; by default it is made from the handler and the path
 
@@ -109,6 +113,9 @@ def _make_operation(route: Route, method: str) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name, _ in _PARAMETER.findall(route.path)
     ]
+    parameters += [
+        {"name": name, "in": "query", "schema": {"type": "string"}} for name in route.queries
+    ]
     return operation | ({"parameters": parameters} if parameters else {})
 
 
@@ -125,6 +132,8 @@ def _make_responses(route: Route) -> dict[str, Any]:
     if route.chunk is not None:
         content["text/event-stream"] = {"itemSchema": _make_event(route.chunk)}
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": content}}
+    if route.is_upgrade:
+        responses = {"101": {"description": "A WebSocket. docs/realtime.md has its messages."}}
     content = _make_content(refer_to(ErrorResponse.__name__))
     for status in route.errors:
         responses[str(status)] = {"description": _ERRORS[status], "content": content}

@@ -78,6 +78,15 @@ def _speech(path: str, handler: Any, summary: str, request: Any) -> Route:
     )
 
 
+async def _require_upgrade(_: Request, __: Context) -> Response:
+    raise ApiError(
+        "This route is a WebSocket: connect to it with ws:// or wss:// in place of http.",
+        status=426,
+        code="upgrade_required",
+        headers={"upgrade": "websocket", "connection": "upgrade"},
+    )
+
+
 # fmt: off
 ROUTES: tuple[Route, ...] = (
     _post("/v1/chat/completions", create_chat_completion, "text",
@@ -91,6 +100,10 @@ ROUTES: tuple[Route, ...] = (
             speech.TranscriptionRequest),
     _speech("/v1/audio/translations", create_translation,
             "Write down in English what is said in a sound.", speech.TranslationRequest),
+    Route(SESSION_PATH, _require_upgrade, "speech",
+          "Transcribe speech while it is spoken, over a WebSocket.", needs_engine=True,
+          is_upgrade=True, queries=("intent", "model", "dialect"),
+          errors=(400, 401, 403, 404, 426, 429, 503)),
     _post("/inference/v1/generate", generate, "tokens",
           "Continue a prompt of token ids, and return the generated token ids.",
           tokens.GenerateRequest, answers=(answers.GenerateResponse,),
@@ -168,7 +181,7 @@ def make_routes(context: Context) -> list[BaseRoute]:
     if is_render_only:
         routes.append(_AppRoute("/", _refuse, _VISITS))
     else:
-        routes += _make_realtime_routes(context)
+        routes.append(_make_realtime_route(context))
     pages = [path for path in PAGE_PATHS if not is_render_only or path not in WELCOME_PATHS]
     routes += [_AppRoute(path, get_page, _VISITS) for path in pages]
 
@@ -190,19 +203,11 @@ def make_routes(context: Context) -> list[BaseRoute]:
     return routes
 
 
-def _make_realtime_routes(context: Context) -> list[BaseRoute]:
+def _make_realtime_route(context: Context) -> WebSocketRoute:
     async def endpoint(websocket: WebSocket) -> None:
         await serve_realtime(websocket, context)
 
-    async def refuse(_: Request) -> Response:
-        raise ApiError(
-            "This route is a WebSocket: connect to it with ws:// or wss:// in place of http.",
-            status=426,
-            code="upgrade_required",
-            headers={"upgrade": "websocket", "connection": "upgrade"},
-        )
-
-    return [WebSocketRoute(SESSION_PATH, endpoint), _AppRoute(SESSION_PATH, refuse, ("GET",))]
+    return WebSocketRoute(SESSION_PATH, endpoint)
 
 
 def _make_route(route: Route, context: Context) -> StarletteRoute:

@@ -307,7 +307,10 @@ DEFINITIONS = (
         _REQUEST,
     ),
     _histogram(
-        "sensorium:realtime_item_seconds", "Seconds that transcribing an item takes.", _REQUEST
+        "sensorium:realtime_item_seconds",
+        "Seconds that transcribing an item takes, without the wait for items before it. If the "
+        "model writes while an item is spoken: only those after the end of the item's audio.",
+        _REQUEST,
     ),
     _count(
         "sensorium:refused_requests_total",

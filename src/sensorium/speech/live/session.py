@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # metrics import this module, and must not load numpy
     from sensorium.utils.silences import Samples
 
 
+# The words for delays in OpenAI's API -> milliseconds
+DELAYS_MS = {"minimal": 160, "low": 240, "medium": 480, "high": 960, "xhigh": 2400}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDetection:
     """How turns are found: OpenAI's `server_vad`, with its defaults."""
@@ -80,7 +84,9 @@ class Completed:
     item_id: str
     transcript: Transcript
     audio_s: float  # of all sound since the item before: its own, and the silence between them
-    work_s: float  # that the transcription took, without the time for which it has waited
+    # That the transcription took, without the time for which it has waited. If the text came while
+    # the item was spoken, only the time since the end of its sound.
+    work_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class RealtimeConnection:
             if text is None:
                 raise ApiError(
                     "Binary messages are not supported. Send audio as base64 in a JSON message.",
-                    code="invalid_json",
+                    code="unsupported_binary",
                 )
             message = (
                 decode_message(text)

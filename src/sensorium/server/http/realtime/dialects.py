@@ -26,8 +26,9 @@ from sensorium.speech.live.session import (
     SpeechStopped,
     TextDelta,
 )
-from sensorium.types.errors import RequestError
+from sensorium.types.errors import RequestError, UnknownFieldError
 
+_COMMON_FIELDS = ("type", "event_id")  # of every message
 _MAX_ID_LENGTH = 512  # of an event, as the client has named it
 
 
@@ -63,6 +64,12 @@ WrittenEvent = SpeechStarted | SpeechStopped | Committed | TextDelta | Completed
 
 class Dialect(Protocol):
     """A wire format of the route, with the state of one connection."""
+
+    @property
+    def name(self) -> str: ...  # in the address
+
+    @property
+    def session_id(self) -> str: ...  # the client gets it with the first message
 
     @property
     def audio_format(self) -> AudioFormat: ...
@@ -114,8 +121,16 @@ def get_event_id(message: Mapping[str, Any]) -> str | None:
     return event_id[:_MAX_ID_LENGTH] if isinstance(event_id, str) else None
 
 
+def check_fields(message: Mapping[str, Any], *names: str) -> None:
+    """Raise an `UnknownFieldError` if a message has other fields than these and the common ones."""
+    for name in message:
+        if name not in _COMMON_FIELDS and name not in names:
+            raise UnknownFieldError(path=(name,))
+
+
 def read_audio(message: Mapping[str, Any]) -> Append:
     """Return the audio of a client's message. Raise a `RequestError` if it is no base64."""
+    check_fields(message, "audio")
     audio = message.get("audio")
     if not isinstance(audio, str):
         raise RequestError("must be text: audio in base64", path=("audio",))

@@ -1,7 +1,8 @@
 """OpenAI's protocol for realtime transcription sessions, in the form of its general availability.
 
 The messages are those that the package `openai` has types for (`openai.types.realtime`). Fields
-that ask for something that this server does not do are refused, and named.
+that ask for something that this server does not do are refused, and named. So are fields that are
+not known.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sensorium.server.http.realtime.dialects import (
     Configure,
     Message,
     WrittenEvent,
+    check_fields,
     make_id,
     make_unknown_error,
     read_audio,
@@ -29,6 +31,7 @@ from sensorium.server.http.realtime.dialects import (
 from sensorium.speech.formats import make_logprobs, make_token_usage
 from sensorium.speech.live.audio import AudioFormat, Encoding
 from sensorium.speech.live.session import (
+    DELAYS_MS,
     Cleared,
     Committed,
     Completed,
@@ -53,19 +56,18 @@ _RATES = (16_000, 24_000)
 _DEFAULT_FORMAT = AudioFormat("pcm16", 24_000)
 _G711: dict[str, Encoding] = {"audio/pcmu": "mulaw", "audio/pcma": "alaw"}
 _G711_RATE = 8_000
-# The words of OpenAI's API, in milliseconds.
-_DELAYS = {"minimal": 160, "low": 240, "medium": 480, "high": 960, "xhigh": 2400}
+_VLLM_FIELDS = ("model", "final")  # of messages
 _MAX_TEXT = 16_384  # characters of a prompt
 _Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Time = Annotated[int, Meta(ge=0, le=30_000)]
 
 
-class _Format(Struct):
+class _Format(Struct, forbid_unknown_fields=True):
     type: str = "audio/pcm"
     rate: int | None = None
 
 
-class _Transcription(Struct):
+class _Transcription(Struct, forbid_unknown_fields=True):
     model: str | UnsetType | None = UNSET
     language: str | UnsetType | None = UNSET
     prompt: Annotated[str, Meta(max_length=_MAX_TEXT)] | UnsetType | None = UNSET
@@ -74,30 +76,35 @@ class _Transcription(Struct):
     languages: Any = None
 
 
-class _TurnDetection(Struct):
+class _TurnDetection(Struct, forbid_unknown_fields=True):
     type: str
     threshold: _Share | None = None
     prefix_padding_ms: _Time | None = None
     silence_duration_ms: _Time | None = None
     idle_timeout_ms: Any = None
+    eagerness: Any = None  # of semantic_vad
     # Accepted without effect: there are no responses in a transcription session.
     create_response: bool | None = None
     interrupt_response: bool | None = None
 
 
-class _Input(Struct):
+class _Input(Struct, forbid_unknown_fields=True):
     format: _Format | UnsetType | None = UNSET
     transcription: _Transcription | UnsetType | None = UNSET
     turn_detection: _TurnDetection | UnsetType | None = UNSET
     noise_reduction: Any = None
 
 
-class _Audio(Struct):
+class _Audio(Struct, forbid_unknown_fields=True):
     input: _Input = msgspec.field(default_factory=_Input)
     output: Any = None
 
 
-class _Session(Struct):
+class _SessionType(Struct):
+    type: str
+
+
+class _Session(Struct, forbid_unknown_fields=True):
     type: str
     audio: _Audio | None = None
     include: list[str] | UnsetType | None = UNSET
@@ -105,6 +112,8 @@ class _Session(Struct):
 
 class OpenAIDialect:
     """OpenAI's dialect for one connection. `model` is the served model's name in messages."""
+
+    name = "openai"
 
     def __init__(
         self,
@@ -118,7 +127,7 @@ class OpenAIDialect:
         self._model = model
         self._model_names = model_names
         self._expires_at = expires_at  # in seconds since 1970
-        self._session_id = make_id("sess")
+        self.session_id = make_id("sess")
         self.audio_format = _DEFAULT_FORMAT
         self.options = LiveOptions()
 
@@ -130,10 +139,13 @@ class OpenAIDialect:
         if kind == f"{_BUFFER}.append":
             return read_audio(message)
         if kind == f"{_BUFFER}.commit":
+            _check_fields(message)
             return Commit()
         if kind == f"{_BUFFER}.clear":
+            _check_fields(message)
             return Clear()
         if kind == "session.update":
+            _check_fields(message, "session")
             with at("session"):
                 self._update(message.get("session"))
             return Configure()
@@ -191,12 +203,13 @@ class OpenAIDialect:
 
     def _update(self, given: Any) -> None:
         """Take over the fields that are given. If one of them is wrong, nothing is changed."""
-        session = check(given, _Session)
-        if session.type != "transcription":
+        # The type comes first: sessions of another one have fields that are not known here.
+        if check(given, _SessionType).type != "transcription":
             raise RequestError(
                 "must be transcription: this server writes down what is said, and gives no answers",
                 path=("type",),
             )
+        session = check(given, _Session)
         options, audio_format = self.options, self.audio_format
         if session.include is not UNSET:
             options = replace(options, needs_logprobs=_read_include(session.include or ()))
@@ -247,7 +260,7 @@ class OpenAIDialect:
         return {
             "type": "transcription",
             "object": "realtime.transcription_session",
-            "id": self._session_id,
+            "id": self.session_id,
             "expires_at": self._expires_at,
             "audio": {
                 "input": {
@@ -266,6 +279,18 @@ class OpenAIDialect:
         }
 
 
+def _check_fields(message: Mapping[str, Any], *names: str) -> None:
+    """Raise a `RequestError` if a message has other fields than these and the common ones."""
+    for name in _VLLM_FIELDS:
+        if name in message:
+            raise RequestError(
+                "belongs to vLLM's dialect, and this connection has OpenAI's: add ?dialect=vllm to "
+                "the address, or leave it out",
+                path=(name,),
+            )
+    check_fields(message, *names)
+
+
 def _refuse(given: Struct, *names: str) -> None:
     """Raise a `RequestError` if one of the fields is given. The server has no use for them."""
     for name in names:
@@ -277,14 +302,14 @@ def _read_delay(given: str | int | None) -> int | None:
     """Return a delay in milliseconds, for one of OpenAI's words or a number of them."""
     if given is None or isinstance(given, int):
         return given
-    if given not in _DELAYS:
-        words = join_words(tuple(_DELAYS))
+    if given not in DELAYS_MS:
+        words = join_words(tuple(DELAYS_MS))
         raise RequestError(f"must be {words}, or a number of milliseconds", path=("delay",))
-    return _DELAYS[given]
+    return DELAYS_MS[given]
 
 
 def _write_delay(delay_ms: int | None) -> str | int | None:
-    return next((word for word, each in _DELAYS.items() if each == delay_ms), delay_ms)
+    return next((word for word, each in DELAYS_MS.items() if each == delay_ms), delay_ms)
 
 
 def _read_include(given: Sequence[str]) -> bool:
@@ -324,7 +349,7 @@ def _read_detection(given: _TurnDetection | None) -> TurnDetection | None:
     if given.type != _SERVER_VAD:
         hint = ": this server has no semantic_vad" if given.type == "semantic_vad" else ""
         raise RequestError(f"must be server_vad, or turn_detection null{hint}", path=("type",))
-    _refuse(given, "idle_timeout_ms")
+    _refuse(given, "idle_timeout_ms", "eagerness")
     names = ("threshold", "prefix_padding_ms", "silence_duration_ms")
     chosen = {name: getattr(given, name) for name in names}
     return TurnDetection(**{name: each for name, each in chosen.items() if each is not None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from contextlib import suppress
 
@@ -14,16 +15,18 @@ from sensorium.server.http.openai.audio import get_transcriber
 from sensorium.server.http.realtime.connection import (
     CLIENT_LEFT,
     DRAINING,
+    INTERNAL,
     Deadlines,
     Ending,
-    EndName,
     RealtimeConnection,
 )
 from sensorium.server.http.realtime.dialects import Dialect
 from sensorium.server.http.realtime.openai_dialect import OpenAIDialect
 from sensorium.server.http.realtime.vllm_dialect import VllmDialect
+from sensorium.server.metrics.realtime import SessionClock
 from sensorium.speech.live.session import LiveSession, LiveSource
 
+logger = logging.getLogger(__name__)
 _SUBPROTOCOL = "realtime"  # the one that OpenAI's clients in browsers offer, beside their key
 _CLOSE_TIMEOUT_S = 1.0  # for a close frame that waits behind data that the client did not read
 
@@ -49,7 +52,8 @@ async def _run(
     options, state = context.options, websocket.scope["state"]
     with context.metrics.track_websocket():
         clock = context.metrics.start_session()
-        end: EndName = "internal"
+        _log_start(dialect, context.options.model_names[0], state["request_id"])
+        ending = INTERNAL
         try:
             connection = RealtimeConnection(
                 websocket=websocket,
@@ -65,16 +69,47 @@ async def _run(
                 send_timeout_s=options.stream_timeout or None,
             )
             ending = await connection.run()
-            end = ending.name
         except asyncio.CancelledError:  # the server can't wait for this session any longer
-            end = DRAINING.name
-            await _close(websocket, DRAINING)
+            ending = DRAINING
+            await _close(websocket, ending)
             if "hang_up" in state:
                 state["hang_up"]()  # the event loop ends, and can't wait for the client's answer
             raise
         finally:
-            clock.end(end)
+            clock.end(ending.name)
+            _log_end(dialect, ending, clock)
     return ending
+
+
+def _log_start(dialect: Dialect, model: str, request_id: str) -> None:
+    fields = {
+        "session": dialect.session_id,
+        "request": request_id,
+        "model": model,
+        "dialect": dialect.name,
+    }
+    logger.info(
+        "live session %s opens: request %s, model %s, %s dialect",
+        *fields.values(),
+        extra={"fields": fields},
+    )
+
+
+def _log_end(dialect: Dialect, ending: Ending, clock: SessionClock) -> None:
+    fields = {
+        "session": dialect.session_id,
+        "end": ending.name,
+        "close_code": ending.code,
+        "seconds": round(clock.elapsed_s, 3),
+        "audio_seconds": round(clock.audio_s, 3),
+        "items": clock.num_items,
+        "failed_items": clock.num_failed,
+    }
+    logger.info(
+        "live session %s ended: %s%s, after %s s with %s s of audio, %s items, %s of them failed",
+        *(fields | {"close_code": f" ({ending.code})" if ending.code else ""}).values(),
+        extra={"fields": fields},
+    )
 
 
 async def _close(websocket: WebSocket, ending: Ending) -> None:

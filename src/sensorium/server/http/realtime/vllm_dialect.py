@@ -21,6 +21,7 @@ from sensorium.server.http.realtime.dialects import (
     Configure,
     Message,
     WrittenEvent,
+    check_fields,
     make_id,
     make_unknown_error,
     read_audio,
@@ -35,12 +36,14 @@ from sensorium.types.errors import RequestError
 class VllmDialect:
     """vLLM's dialect for one connection. Its options are always the defaults."""
 
+    name = "vllm"
     audio_format = AudioFormat("pcm16", 16_000)
 
     def __init__(self, *, source: LiveSource, model_names: Sequence[str]) -> None:
         # A model that takes a sound while it goes on needs no turns: one text is for all of it.
         self.options = LiveOptions(turn_detection=None) if source.is_streaming else LiveOptions()
         self._model_names = model_names
+        self.session_id = make_id("sess")
         self._text = ""  # of all items since the begin, or since the last final commit
         self._item_id: str | None = None  # of the item that the text ends with
         self._usages: list[SpeechUsage] = []
@@ -48,32 +51,38 @@ class VllmDialect:
 
     def greet(self) -> list[Message]:
         created = int(time.time())
-        return [{"type": "session.created", "id": make_id("sess"), "created": created}]
+        return [{"type": "session.created", "id": self.session_id, "created": created}]
 
     def read(self, message: Mapping[str, Any]) -> Command:
         kind = message["type"]
         if kind == "input_audio_buffer.append":
             return read_audio(message)
         if kind == "input_audio_buffer.commit":
+            check_fields(message, "final")
             is_final = message.get("final")
             if is_final not in (None, True, False):
                 raise RequestError("must be true or false", path=("final",))
             return Commit(is_final=True) if is_final else Configure()
         if kind == "input_audio_buffer.clear":
+            check_fields(message)
             return Clear()
         if kind == "session.update":
-            if "session" in message:
-                raise RequestError(
-                    "belongs to OpenAI's dialect, and this connection has vLLM's: add "
-                    "?intent=transcription to the address",
-                    path=("session",),
-                )
-            model = message.get("model")
-            if model is not None and not isinstance(model, str):
-                raise RequestError("must be text", path=("model",))
-            check_model(model, self._model_names)
+            self._check_update(message)
             return Configure()
         raise make_unknown_error(kind)
+
+    def _check_update(self, message: Mapping[str, Any]) -> None:
+        if "session" in message:
+            raise RequestError(
+                "belongs to OpenAI's dialect, and this connection has vLLM's: add "
+                "?intent=transcription to the address",
+                path=("session",),
+            )
+        check_fields(message, "model")
+        model = message.get("model")
+        if model is not None and not isinstance(model, str):
+            raise RequestError("must be text", path=("model",))
+        check_model(model, self._model_names)
 
     def confirm(self, _: Command) -> list[Message]:
         return []

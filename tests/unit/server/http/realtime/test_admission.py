@@ -104,3 +104,7 @@ def test_a_model_that_does_not_transcribe_has_no_sessions() -> None:
 def test_the_route_says_that_it_is_a_websocket(server: RunningServer) -> None:
     answer = server.get("/v1/realtime")
     assert (answer.status_code, answer.json()["error"]["code"]) == (426, "upgrade_required")
+    assert answer.headers["upgrade"] == "websocket"
+    operation = server.get("/openapi.json").json()["paths"]["/v1/realtime"]["get"]
+    assert set(operation["responses"]) == {"101", "400", "401", "403", "404", "426", "429", "503"}
+    assert [each["name"] for each in operation["parameters"]] == ["intent", "model", "dialect"]

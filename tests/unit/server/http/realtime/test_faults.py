@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ from tests.support.waiting import wait_until
 from tests.unit.server.http.realtime.clients import (
     COMPLETED,
     FAILED,
+    OPENAI,
+    PCM16K,
     SPOKEN,
     begin,
     get_ends,
@@ -49,7 +52,7 @@ def test_garbage_is_answered_and_the_session_goes_on(server: RunningServer) -> N
             ('{"type": "input_audio_buffer.append", "audio": "%%%"}', None),
             ('{"type": "session.update"}', None),
             ('{"type": "session.update", "session": {"type": "transcription", "audio": 3}}', None),
-            (b"\x00\x01" * 100, "invalid_json"),
+            (b"\x00\x01" * 100, "unsupported_binary"),
             ("[" * 100_000, "invalid_json"),
         ):
             talker.socket.send(message)
@@ -294,6 +297,42 @@ def test_a_client_that_is_not_read_needs_to_answer_no_ping(
         for _ in range(20):
             talker.receive_until(COMPLETED)
         sender.join(60)
+
+
+def test_a_session_has_a_log_line_at_its_begin_and_its_end(
+    make_server: Callable[..., RunningServer],
+    transcriber: ScriptedTranscriber,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = make_server(realtime_idle_timeout=1.0)
+
+    def fail(_: int) -> None:
+        raise EngineLostError("The engine ended.")
+
+    with caplog.at_level(logging.INFO, logger="sensorium.server.http.realtime.route"):
+        with Talker(server.url, OPENAI) as talker:
+            session = talker.receive()["session"]
+            talker.set_input(format=PCM16K)
+            talker.say(SPOKEN)
+            talker.receive_until(COMPLETED)
+            transcriber.between = fail
+            talker.say(SPOKEN)
+            talker.receive_until(FAILED)
+            talker.receive_until("error")
+        wait_until_empty(server, transcriber)
+        with Talker(server.url):
+            pass
+        wait_until_empty(server, transcriber)
+    lines = [record.getMessage() for record in caplog.records]
+    begin, end, *other = lines
+    assert begin.startswith(f"live session {session['id']} opens: request ")
+    assert begin.endswith(", model tiny, openai dialect")
+    start = f"live session {session['id']} ended: idle (4000), after "
+    assert end.startswith(start)
+    assert end.endswith(" s with 5.0 s of audio, 2 items, 1 of them failed")
+    assert other[0].endswith("vllm dialect")
+    assert "ended: client, after " in other[1]
+    assert len(lines) == 4
 
 
 def test_items_are_measured(server: RunningServer, transcriber: ScriptedTranscriber) -> None:

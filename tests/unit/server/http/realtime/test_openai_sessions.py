@@ -11,7 +11,18 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types import realtime
 
+from sensorium.server.http.realtime.openai_dialect import (
+    _Audio,
+    _Format,
+    _Input,
+    _Session,
+    _Transcription,
+    _TurnDetection,
+)
+from sensorium.speech.options import SpeechOptions
+from sensorium.types.errors import RequestError
 from tests.support.talking import (
     LOUD,
     QUIET,
@@ -181,6 +192,16 @@ WRONG = [
         "turn_detection.idle_timeout_ms",
         "not supported",
     ),
+    (
+        {"turn_detection": {"type": "semantic_vad", "eagerness": "low"}},
+        "turn_detection.type",
+        "semantic_vad",
+    ),
+    (
+        {"turn_detection": {"type": "server_vad", "eagerness": "low"}},
+        "turn_detection.eagerness",
+        "not supported",
+    ),
     ({"noise_reduction": {"type": "near_field"}}, "noise_reduction", "not supported"),
     ({"transcription": {"model": "whisper-1"}}, "transcription.model", "not served"),
     ({"transcription": {"delay": "low"}}, "transcription.delay", "not supported"),
@@ -201,10 +222,98 @@ def test_what_a_session_can_not_do_is_named_and_changes_nothing(
         assert after == before
 
 
+def test_options_that_the_model_can_not_take_are_refused_before_a_turn(
+    server: RunningServer, transcriber: ScriptedTranscriber
+) -> None:
+    def refuse(options: SpeechOptions) -> None:
+        if options.language is not None:
+            raise RequestError("this model finds the language itself", path=("language",))
+
+    transcriber.refuses = refuse
+    with begin(server, turn_detection=None) as talker:
+        error = talker.set_input(transcription={"prompt": "Ada", "language": "de"})["error"]
+        assert error["param"] == "session.audio.input.transcription.language"
+        assert "finds the language itself" in error["message"]
+        talker.say(make_sound((LOUD, 0.5)))
+        talker.commit()
+        assert talker.receive_until(COMPLETED)[-1]["transcript"] == TEXT
+    assert transcriber.calls[0][1].prompt == ""  # nothing of the message was taken
+
+
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"session": {"type": "transcription", "includes": []}}, "session.includes"),
+    ({"session": {"type": "transcription", "instructions": "Hi"}}, "session.instructions"),
+    ({"session": {"type": "transcription", "audio": {"in": 1}}}, "session.audio.in"),
+    ({"session": {"type": "transcription"}, "sesion": {}}, "sesion"),
+    ({"session": {"type": "transcription", "x` - at `$.y": 1}}, "session.x` - at `$.y"),
+]
+UNKNOWN_INPUT = [
+    ({"transcriptions": {}}, "transcriptions"),
+    ({"transcription": {"langauge": "de"}}, "transcription.langauge"),
+    ({"turn_detection": {"type": "server_vad", "treshold": 0.5}}, "turn_detection.treshold"),
+    ({"format": {"type": "audio/pcm", "channels": 2}}, "format.channels"),
+]
+UNKNOWN += [
+    (
+        {"session": {"type": "transcription", "audio": {"input": fields}}},
+        f"session.audio.input.{path}",
+    )
+    for fields, path in UNKNOWN_INPUT
+]
+
+
+def test_fields_that_are_not_known_are_named(server: RunningServer) -> None:
+    with Talker(server.url, OPENAI) as talker:
+        before = talker.receive()["session"]
+        for fields, param in UNKNOWN:
+            talker.send("session.update", **fields, event_id="mine")
+            error = talker.receive()["error"]
+            assert (error["code"], error["param"]) == ("unknown_parameter", param)
+            assert error["event_id"] == "mine"
+        for kind in ("append", "commit", "clear"):
+            audio = {"audio": ""} if kind == "append" else {}
+            talker.send(f"input_audio_buffer.{kind}", **audio, fianl=True)
+            error = talker.receive()["error"]
+            assert (error["code"], error["param"]) == ("unknown_parameter", "fianl")
+        assert talker.update()["session"] == before
+
+
+def test_every_field_that_the_openai_package_has_is_known() -> None:
+    turns = realtime.realtime_transcription_session_audio_input_turn_detection_param
+    forms = realtime.realtime_audio_formats_param
+    for struct, *types in (
+        (_Session, realtime.RealtimeTranscriptionSessionCreateRequestParam),
+        (_Audio, realtime.RealtimeTranscriptionSessionAudioParam),
+        (_Input, realtime.RealtimeTranscriptionSessionAudioInputParam),
+        (_Transcription, realtime.AudioTranscriptionParam),
+        (_TurnDetection, turns.ServerVad, turns.SemanticVad),
+        (_Format, forms.AudioPCM, forms.AudioPCMU, forms.AudioPCMA),
+    ):
+        for each in types:
+            assert set(each.__annotations__) <= set(struct.__struct_fields__), each
+    for each, fields in (
+        (realtime.SessionUpdateEventParam, {"session"}),
+        (realtime.InputAudioBufferAppendEventParam, {"audio"}),
+        (realtime.InputAudioBufferCommitEventParam, set()),
+        (realtime.InputAudioBufferClearEventParam, set()),
+    ):
+        assert set(each.__annotations__) == {"type", "event_id", *fields}
+
+
+def test_a_message_of_the_other_dialect_is_named(server: RunningServer) -> None:
+    with Talker(server.url, "?model=tiny") as talker:
+        talker.receive()
+        talker.send("session.update", model="tiny")
+        assert "?dialect=vllm" in talker.receive()["error"]["message"]
+        talker.commit(final=True)
+        assert "?dialect=vllm" in talker.receive()["error"]["message"]
+
+
 def test_other_sessions_than_transcriptions_are_refused(server: RunningServer) -> None:
     with Talker(server.url, OPENAI) as talker:
         talker.receive()
-        talker.send("session.update", session={"type": "realtime"}, event_id="e1")
+        session = {"type": "realtime", "instructions": "Answer."}
+        talker.send("session.update", session=session, event_id="e1")
         error = talker.receive()["error"]
         assert (error["param"], error["event_id"]) == ("session.type", "e1")
         talker.send("transcription_session.update", session={})

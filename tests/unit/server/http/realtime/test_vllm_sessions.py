@@ -64,6 +64,13 @@ def test_errors_of_the_other_dialect_are_text_and_a_code(server: RunningServer) 
             "error": "audio: must be valid base64",
             "code": "invalid_request",
         }
+        for kind in ("session.update", "input_audio_buffer.commit", "input_audio_buffer.clear"):
+            talker.send(kind, language="de")
+            assert talker.receive() == {
+                "type": "error",
+                "error": "language: is an unknown field",
+                "code": "unknown_parameter",
+            }
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import { openMicrophone, RATE } from "./media.js";
 
 const LAST = "last"; // the id of the commit behind the last audio
 const EMPTY = "input_audio_buffer_commit_empty";
-const MOST_UNSENT = 1 << 20; // bytes; a server that is so far behind is not sent more
+const MOST_UNSENT = 1 << 20; // bytes, about 24 seconds of audio; then the session ends, so that none is lost unnoticed
+const TOO_SLOW = "The server or the connection is too slow for live audio. Listening has stopped: what was said last is lost.";
 const TEXT = "conversation.item.input_audio_transcription.";
 
 const encode = (samples) => btoa(String.fromCharCode(...new Uint8Array(samples.buffer)));
@@ -42,7 +43,9 @@ export async function listen(key, signal, show) {
   context.createMediaStreamSource(stream).connect(capture);
   const open = new Set(); // items that are not complete
   let isLast = false;
+  let fail;
   const ended = new Promise((resolve, reject) => {
+    fail = (words) => (reject(new Error(words)), close());
     const finish = () => isLast && !open.size && (resolve(), close());
     const act = {
       "input_audio_buffer.committed": ({ item_id }) => open.add(item_id),
@@ -50,7 +53,7 @@ export async function listen(key, signal, show) {
       [`${TEXT}completed`]: ({ item_id }) => (open.delete(item_id), finish()),
       [`${TEXT}failed`]: ({ item_id, error }) => (open.delete(item_id), show(item_id, error.message), finish()),
       error: ({ error }) => {
-        if (error.event_id !== LAST || error.code !== EMPTY) return reject(new Error(error.message)), close();
+        if (error.event_id !== LAST || error.code !== EMPTY) return fail(error.message);
         isLast = true;
         finish();
       },
@@ -64,8 +67,11 @@ export async function listen(key, signal, show) {
   });
   const audio = { input: { format: { type: "audio/pcm", rate: RATE } } };
   send("session.update", { session: { type: "transcription", audio } });
-  capture.port.onmessage = ({ data }) =>
-    socket.bufferedAmount < MOST_UNSENT && send("input_audio_buffer.append", { audio: encode(data) });
+  capture.port.onmessage = ({ data }) => {
+    if (socket.bufferedAmount < MOST_UNSENT) return send("input_audio_buffer.append", { audio: encode(data) });
+    capture.port.onmessage = null;
+    fail(TOO_SLOW);
+  };
   const end = () => {
     stream.getTracks().forEach((track) => track.stop());
     capture.port.onmessage = null;
