@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,6 @@ def build_frontend(
     own = _get_own_options(options)
     pool = _build_pool(processor, loading, checkpoint, options, store, own, warm_modalities)
     worker = ItemWorker(processor, limits, None if options.allow_larger_media else own)
-    embeds = next((f.embeds for f in FAMILIES if f.model_type == hf_config.model_type), ())
 
     def make_backend(*, keep: bool) -> ItemBackend:
         if pool is None:
@@ -214,13 +213,7 @@ def build_frontend(
     make_pipeline = partial(
         MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits, tiers=tiers
     )
-    take_embeds = partial(
-        EmbedsBackend,
-        processor=processor,
-        is_enabled=options.enable_mm_embeds,
-        modalities=embeds,
-        width=hf_config.get_text_config(decoder=True).hidden_size if embeds else 0,
-    )
+    take_embeds = _make_embeds_backend(options, processor, hf_config)
     perception = Perception(
         caches=caches,
         pipeline=make_pipeline(
@@ -239,6 +232,20 @@ def build_frontend(
         tiers=tiers,
     )
     return Frontend(processor=processor, perception=perception, checkpoint=checkpoint)
+
+
+def _make_embeds_backend(
+    options: MediaOptions, processor: MultiModalProcessor, hf_config: PretrainedConfig
+) -> Callable[[ItemBackend], EmbedsBackend]:
+    """Return a function that lets a backend take embeddings, if the options and the model do."""
+    embeds = next((f.embeds for f in FAMILIES if f.model_type == hf_config.model_type), ())
+    return partial(
+        EmbedsBackend,
+        processor=processor,
+        is_enabled=options.enable_mm_embeds,
+        modalities=embeds,
+        width=hf_config.get_text_config(decoder=True).hidden_size if embeds else 0,
+    )
 
 
 def _build_hasher(

@@ -1,4 +1,4 @@
-"""Entries as files: whole or absent, within the room, whoever else writes or dies."""
+"""Entries as files: whole or absent, and within the room, while other processes write or die."""
 
 from __future__ import annotations
 
