@@ -30,6 +30,7 @@ from .check_speech import (
 from .check_streams import check_streams
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
+from .check_tiers import check_restart
 from .check_tokens import (
     SETTINGS,
     check_encoder_graphs,
@@ -69,6 +70,12 @@ def get_checks() -> Iterator[Check]:
     for overlap in (False, True):
         words = "overlap" if overlap else "no overlap"
         yield Check(name=f"streams/{words}", run=partial(check_streams, overlap))
+    for family, dtype in (
+        ("qwen2_5_vl", "float32"),
+        ("qwen3_vl", "float32"),
+        ("llava", "bfloat16"),
+    ):
+        yield Check(name=f"disk cache/{family}", run=partial(check_restart, family, dtype))
     for family in MULTIMODAL_FAMILIES:
         yield Check(name=f"encoder graphs/{family}", run=partial(check_encoder_graphs, family))
     for family in ("llama", "gemma3", "qwen2_5_vl"):
