@@ -41,6 +41,7 @@ from .check_tokens import (
 from .check_trial import check_trial, check_trial_control
 from .setting import WIDE_FAMILIES
 
+RESTARTED = {"qwen2_5_vl": "float32", "qwen3_vl": "float32", "llava": "bfloat16"}
 BACKENDS = ("torch", "triton", "flashinfer", "varlen")
 
 
