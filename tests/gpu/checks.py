@@ -68,15 +68,7 @@ def get_checks() -> Iterator[Check]:
     yield Check(name="speech/transcripts", run=check_transcripts)
     for family in RECOGNISERS:
         yield Check(name=f"speech/{family}", run=partial(check_recogniser, family))
-    for overlap in (False, True):
-        words = "overlap" if overlap else "no overlap"
-        yield Check(name=f"streams/{words}", run=partial(check_streams, overlap))
-    for family, dtype in (
-        ("qwen2_5_vl", "float32"),
-        ("qwen3_vl", "float32"),
-        ("llava", "bfloat16"),
-    ):
-        yield Check(name=f"disk cache/{family}", run=partial(check_restart, family, dtype))
+    yield from _get_state_checks()
     for family in MULTIMODAL_FAMILIES:
         yield Check(name=f"encoder graphs/{family}", run=partial(check_encoder_graphs, family))
     for family in ("llama", "gemma3", "qwen2_5_vl"):
@@ -88,6 +80,19 @@ def get_checks() -> Iterator[Check]:
     yield from _get_bfloat16_checks()
     yield from _get_trial_checks()
     yield from _get_sync_checks()
+
+
+def _get_state_checks() -> Iterator[Check]:
+    """Yield the checks of what outlives a step: live sounds, and the disk cache."""
+    for overlap in (False, True):
+        words = "overlap" if overlap else "no overlap"
+        yield Check(name=f"streams/{words}", run=partial(check_streams, overlap))
+    for family, dtype in (
+        ("qwen2_5_vl", "float32"),
+        ("qwen3_vl", "float32"),
+        ("llava", "bfloat16"),
+    ):
+        yield Check(name=f"disk cache/{family}", run=partial(check_restart, family, dtype))
 
 
 def _get_attention_checks() -> Iterator[Check]:
