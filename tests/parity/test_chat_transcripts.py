@@ -178,6 +178,7 @@ def test_tokens_are_those_of_the_models_own_prompt(family: str, tiny_model: Tiny
     assert_nothing_is_left(model.llm)
 
 
+@pytest.mark.slow
 def test_a_long_sound_is_heard_in_pieces_of_half_a_minute(tiny_model: TinyModel) -> None:
     model = Model(tiny_model("voxtral"))
     sound = make_sound(40.0, seed=3)

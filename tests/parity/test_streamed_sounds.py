@@ -220,6 +220,7 @@ def test_sounds_that_go_on(
     run(any_core, test)
 
 
+@pytest.mark.slow
 def test_a_sound_of_many_windows_costs_no_more_blocks(
     core: LocalCore, reference: StreamedReference
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
@@ -20,12 +22,14 @@ LIMITS = Limits(
     max_num_encoder_embeds=8,
 )
 NUM_ENCODER_BYTES = 4096
+NUM_ENCODED, NUM_LOADED = 5, 2
 
 
 class IdleRunner:
     """Samples token 1 for everyone."""
 
     num_encoder_bytes = NUM_ENCODER_BYTES
+    encoder_runner = SimpleNamespace(num_encoded=NUM_ENCODED, num_loaded=NUM_LOADED, store=None)
 
     def add_request(self, request: EngineCoreRequest) -> None: ...
 

@@ -17,7 +17,7 @@ from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, 
 from sensorium.types.request import EngineCoreRequest
 from sensorium.types.sampling import SamplingParams
 from tests.unit.multimodal.cache.item_building import make_item
-from tests.unit.server.metrics.cores import NUM_ENCODER_BYTES, make_core
+from tests.unit.server.metrics.cores import NUM_ENCODED, NUM_ENCODER_BYTES, NUM_LOADED, make_core
 
 
 class Clock:
@@ -185,6 +185,8 @@ def test_encoder_look_ups_and_contents_are_counted(metrics: CoreMetrics) -> None
     assert values.get("sensorium:cache_hits_total", level="encoder") == 1
     assert values.get("sensorium:cache_items", level="encoder") == 2
     assert values.get("sensorium:cache_bytes", level="encoder") == NUM_ENCODER_BYTES
+    assert values.get("sensorium:encoder_items_total", how="encoded") == NUM_ENCODED
+    assert values.get("sensorium:encoder_items_total", how="loaded") == NUM_LOADED
     assert values.get("sensorium:encoder_cache_used_embeds") == 4
     assert values.get("sensorium:encoder_cache_evictable_embeds") == 4
     assert values.get("sensorium:encoder_cache_capacity_embeds") == 8

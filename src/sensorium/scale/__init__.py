@@ -1,0 +1,1 @@
+"""Runs Sensorium on several replicas of an engine, on one machine or many."""

@@ -1,0 +1,95 @@
+"""Decides which replica of an engine serves a request, so that equal media meets its caches.
+
+Each process that places requests decides alone, and all decide alike, because a replica's rank for
+a key is a hash of both (rendezvous hashing). The first replica in that order is the key's home. If
+it is added to or removed from the others, only the keys that it wins or leaves change their home.
+
+A home may have too much to do. Then its keys spill to the replica where this process placed them
+last, or to the next one in the order. A spilled key is perceived there once more, and found there
+when it spills again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import ceil
+
+from sensorium.utils.lru import LruCache
+
+_MAX_KEYS = 2**16  # whose last placements are remembered
+_MAX_PLACES = 4  # that are remembered for a key, the last one first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadLimits:
+    """When a replica has too much to do for a key that could go elsewhere.
+
+    A replica is full if it has `max_queue` requests. It is overloaded if it has more than
+    `min_queue` requests, and more than `factor` times what all replicas have on average.
+    """
+
+    max_queue: int = 256
+    min_queue: int = 4
+    factor: float = 1.5
+
+
+class Placement:
+    """The placement of requests by keys, and a memory of where keys were placed. Not thread-safe.
+
+    A key names what a request shares with others: its most expensive media item, or the beginning
+    of its text.
+    """
+
+    def __init__(self, limits: LoadLimits | None = None) -> None:
+        self.num_placed = 0
+        self.num_spilled = 0  # requests that did not go to the home of their key
+        self._limits = limits or LoadLimits()
+        self._places: LruCache[str, tuple[str, ...]] = LruCache(_MAX_KEYS)
+
+    def rank(self, key: str, queues: Mapping[str, int]) -> list[str]:
+        """Return all replicas in the order in which they should be tried for a key.
+
+        `queues` has the number of requests that each replica has. Those that are overloaded come
+        after all others, the shortest queue first. So the first replica is the best one that
+        exists, and the others are for the case that it is gone or full when the request arrives.
+        """
+        order = rank_replicas(key, queues)
+        preferred = [*order[:1], *self._get_places(key, queues), *order[1:]]
+        most = self._get_limit(queues)
+        free = [replica for replica in dict.fromkeys(preferred) if queues[replica] < most]
+        busy = sorted(
+            (replica for replica in order if queues[replica] >= most), key=queues.__getitem__
+        )
+        return [*free, *busy]
+
+    def note(self, key: str, replica: str, home: str) -> None:
+        """Record that a request was placed, and where its key would have had its home."""
+        self.num_placed += 1
+        self.num_spilled += replica != home
+        before = self._places.get(key) or ()
+        if replica != home or before:
+            places = (replica, *(place for place in before if place != replica))
+            self._places.put(key, places[:_MAX_PLACES])
+
+    def _get_places(self, key: str, queues: Mapping[str, int]) -> list[str]:
+        return [replica for replica in self._places.get(key) or () if replica in queues]
+
+    def _get_limit(self, queues: Mapping[str, int]) -> int:
+        """Return the number of requests from which on a replica is overloaded or full."""
+        limits = self._limits
+        mean = (sum(queues.values()) + 1) / max(1, len(queues))  # with the one that is placed
+        return min(limits.max_queue, max(limits.min_queue, ceil(limits.factor * mean)))
+
+
+def rank_replicas(key: str, replicas: Mapping[str, object]) -> list[str]:
+    """Return the replicas in the order of their hashes with a key; the first one is its home."""
+    prefix = blake2b(key.encode(), digest_size=8)
+
+    def weigh(replica: str) -> bytes:
+        digest = prefix.copy()
+        digest.update(b"\0" + replica.encode())
+        return digest.digest()
+
+    return sorted(replicas, key=weigh, reverse=True)
