@@ -31,8 +31,8 @@ class LoadLimits:
     """
 
     max_queue: int = 256
-    min_queue: int = 4
-    factor: float = 1.5
+    min_queue: int = 8
+    factor: float = 2.0
 
 
 class Placement:

@@ -1,0 +1,277 @@
+"""Placement of requests on many replicas, by simulation.
+
+No model runs. A replica serves one request after the other. It needs `HIT_S` for an image that it
+has perceived and still holds, and `MISS_S` more for another. Its cache holds the last 100 images.
+For each replica there are 75 images and 300 requests; how often an image is used is geometric with
+a mean of 4, and their order is random. Requests arrive at random, at 70 % of what all replicas can
+serve if every image is perceived once. All ask the same question, as users of one application do.
+
+The rules that are compared:
+  media         ours: the home of the image, and elsewhere when that has too much to do
+  round robin   one replica after the other
+  least queue   the shortest queue
+  text          the replica that had the longest common beginning of the text, unless its queue is
+                longer than others by 5 (our words for the rule of Ray's prefix router)
+
+`hit rate` is the share of requests for which the image was in the cache, against that of one server
+with all the memory of the world. `imbalance` is the work of the busiest replica against the mean.
+`again` counts images that were perceived once more than needed, for each replica, after one of the
+replicas was lost or a new one came in the middle of the trace.
+
+python benchmarks/scale.py simulate [--replicas N ...] [--plot FOLDER] [--record]
+
+The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import random
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from records import write_record
+from sensorium.scale.placement import Placement, rank_replicas
+
+HIT_S, MISS_S = 0.1, 0.3
+CACHE_SIZE = 100  # images in a replica's cache
+IMAGES_PER_REPLICA = 75
+MEAN_USES = 4.0
+LOAD = 0.7
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+TEXT_IMBALANCE = 5
+
+Queues = dict[str, int]
+Rule = Callable[[str, Queues], str]
+
+
+@dataclass(slots=True)
+class Replica:
+    """A replica with its cache of images, its queue and what it has done."""
+
+    images: OrderedDict[str, None] = field(default_factory=OrderedDict)  # least recently used first
+    free_at: float = 0.0
+    busy_s: float = 0.0
+
+    def serve(self, image: str, now: float) -> tuple[bool, float]:
+        """Return whether the image was in the cache, and when the request is done."""
+        is_hit = image in self.images
+        self.images[image] = None
+        self.images.move_to_end(image)
+        if len(self.images) > CACHE_SIZE:
+            self.images.popitem(last=False)
+        seconds = HIT_S if is_hit else HIT_S + MISS_S
+        self.busy_s += seconds
+        self.free_at = max(now, self.free_at) + seconds
+        return is_hit, self.free_at
+
+
+def make_trace(num_images: int, mean_uses: float, seed: int) -> list[str]:
+    """Return the images of all requests, in their order."""
+    chance = random.Random(seed)
+    trace = []
+    for number in range(num_images):
+        uses = 1
+        while chance.random() > 1 / mean_uses:
+            uses += 1
+        trace += [f"image {number}"] * uses
+    chance.shuffle(trace)
+    return trace
+
+
+def make_media_rule() -> Rule:
+    placement = Placement()
+
+    def choose(image: str, queues: Queues) -> str:
+        chosen = placement.rank(image, queues)[0]
+        placement.note(image, chosen, rank_replicas(image, queues)[0])
+        return chosen
+
+    return choose
+
+
+def make_round_robin() -> Rule:
+    numbers = count()
+    return lambda _image, queues: list(queues)[next(numbers) % len(queues)]
+
+
+def make_least_queue() -> Rule:
+    chance = random.Random(0)
+    return lambda _image, queues: min(queues, key=lambda name: (queues[name], chance.random()))
+
+
+def make_text_rule() -> Rule:
+    """All texts begin alike, so the first replica has the longest common beginning for ever."""
+    last: list[str] = []
+
+    def choose(_image: str, queues: Queues) -> str:
+        is_even = max(queues.values()) - min(queues.values()) <= TEXT_IMBALANCE
+        if not last or last[0] not in queues or not is_even:
+            last[:] = [min(queues, key=queues.__getitem__)]
+        return last[0]
+
+    return choose
+
+
+RULES: dict[str, Callable[[], Rule]] = {
+    "media": make_media_rule,
+    "round robin": make_round_robin,
+    "least queue": make_least_queue,
+    "text": make_text_rule,
+}
+
+
+def simulate(
+    trace: Sequence[str], num_replicas: int, rule: Rule, *, change: int = 0
+) -> dict[str, float]:
+    """Serve a trace, and return what was found.
+
+    With `change`, so many replicas come (or go, if it is negative) in the middle of the trace.
+    """
+    chance = random.Random(1)
+    replicas = {f"replica {number}": Replica() for number in range(num_replicas)}
+    num_images = len(set(trace))
+    work_s = HIT_S * len(trace) + MISS_S * num_images
+    rate = LOAD * num_replicas * len(trace) / work_s
+    done: list[tuple[float, str]] = []  # when a request of a replica ends
+    queues = dict.fromkeys(replicas, 0)
+    now, num_hits, waits = 0.0, 0, []
+    for place, image in enumerate(trace):
+        now += chance.expovariate(rate)
+        if change and place == len(trace) // 2:
+            for number in range(abs(change)):
+                if change > 0:
+                    name = f"replica {num_replicas + number}"
+                    replicas[name], queues[name] = Replica(), 0
+                else:
+                    del queues[f"replica {number}"]
+        while done and done[0][0] <= now:
+            name = heapq.heappop(done)[1]
+            if name in queues:
+                queues[name] -= 1
+        chosen = rule(image, queues)
+        is_hit, ends = replicas[chosen].serve(image, now)
+        heapq.heappush(done, (ends, chosen))
+        queues[chosen] += 1
+        num_hits += is_hit
+        waits.append(ends - now)
+    busy = [replica.busy_s for replica in replicas.values()]
+    best = len(trace) - num_images
+    waits.sort()
+    return {
+        "hit_rate": num_hits / best if best else 1.0,
+        "num_missed_again": best - num_hits,
+        "imbalance": max(busy) / statistics.mean(busy),
+        "p50_s": waits[len(waits) // 2],
+        "p95_s": waits[int(0.95 * len(waits))],
+    }
+
+
+def measure(counts: Sequence[int]) -> dict[str, Any]:
+    figures: dict[str, Any] = {"by_replicas": {}, "changes": {}, "mean_uses_12": {}}
+    for number in counts:
+        trace = make_trace(IMAGES_PER_REPLICA * number, MEAN_USES, seed=number)
+        rows = figures["by_replicas"][str(number)] = {}
+        for name, make_rule in RULES.items():
+            began = perf_counter()
+            found = simulate(trace, number, make_rule())
+            seconds = (perf_counter() - began) / len(trace)
+            rows[name] = {key: round(value, 3) for key, value in found.items()}
+            rows[name]["us_per_request"] = round(1e6 * seconds, 1)
+        print(f"{number} replicas: {json.dumps(rows)}", flush=True)
+        if number > 1:
+            steady = simulate(trace, number, make_media_rule())["num_missed_again"]
+            figures["changes"][str(number)] = {
+                word: round(
+                    (
+                        simulate(trace, number, make_media_rule(), change=change)[
+                            "num_missed_again"
+                        ]
+                        - steady
+                    )
+                    / IMAGES_PER_REPLICA,
+                    3,
+                )
+                for word, change in (("lost", -1), ("new", 1))
+            }
+    trace = make_trace(IMAGES_PER_REPLICA * 4, 12.0, seed=4)
+    for name, make_rule in RULES.items():
+        found = simulate(trace, 4, make_rule())
+        figures["mean_uses_12"][name] = {key: round(value, 3) for key, value in found.items()}
+    return figures
+
+
+def plot(figures: dict[str, Any], folder: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = figures["by_replicas"]
+    counts = [int(number) for number in rows]
+    for key, label in (
+        ("hit_rate", "hit rate, against one unbounded server"),
+        ("imbalance", "work of the busiest replica, against the mean"),
+        ("p95_s", "seconds until an answer, 95th percentile"),
+    ):
+        figure, axes = pyplot.subplots(figsize=(7, 4))
+        for name in RULES:
+            axes.plot(counts, [rows[str(n)][name][key] for n in counts], marker="o", label=name)
+        axes.set(xscale="log", xlabel="replicas", ylabel=label, xticks=counts)
+        axes.set_xticklabels(map(str, counts))
+        axes.minorticks_off()
+        if key != "hit_rate":
+            axes.set_yscale("log")
+        axes.legend()
+        axes.grid(alpha=0.3)
+        figure.tight_layout()
+        figure.savefig(folder / f"scale-{key.removesuffix('_s').replace('_', '-')}.png", dpi=110)
+        pyplot.close(figure)
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    changes = figures["changes"]
+    for word, label in (("lost", "one replica is lost"), ("new", "one replica is new")):
+        numbers = [int(number) for number in changes]
+        axes.plot(numbers, [changes[str(n)][word] for n in numbers], marker="o", label=label)
+    axes.set(
+        xscale="log",
+        xlabel="replicas",
+        ylabel="images perceived again,\nin images of one replica",
+        xticks=numbers,
+    )
+    axes.set_xticklabels(map(str, numbers))
+    axes.minorticks_off()
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(folder / "scale-changes.png", dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("command", choices=("simulate",))
+    parser.add_argument("--replicas", type=int, nargs="+", default=COUNTS)
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write the curves as PNG")
+    parser.add_argument("--record", action="store_true", help="write a record")
+    arguments = parser.parse_args()
+    figures = measure(arguments.replicas)
+    if arguments.plot is not None:
+        plot(figures, arguments.plot)
+    if arguments.record:
+        print(f"record: {write_record('scale_simulation', figures).name}")
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
