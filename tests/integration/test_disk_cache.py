@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, SamplingParams
+from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.tiers.disk import DiskStore
-from sensorium.types.errors import ModelError
+from sensorium.types.errors import ModelError, RequestError
 from tests.integration.perceiving import forget_outputs, make_new_png, make_prompt
 from tests.integration.rendering import render
 from tests.support.clients import ask, chat, make_image_part
@@ -60,6 +61,18 @@ def test_other_weights_or_another_type_encode_anew(llava: str, tmp_path: Path) -
     os.utime(weights, (1, 1))  # as if other weights of the same shape were written
     with make_llm(str(copy), mm_disk_cache=cache) as llm:
         assert run(llm, prompt)[1:] == (1, 0)
+
+
+def test_a_stricter_limit_holds_for_known_media_too(llava: str, tmp_path: Path) -> None:
+    prompt = make_prompt(make_new_png())
+    with make_llm(llava, mm_disk_cache=tmp_path) as llm:
+        run(llm, prompt)
+    limits = MediaLimits(max_pixels=1000)
+    with (
+        make_llm(llava, mm_disk_cache=tmp_path, media_limits=limits) as llm,
+        pytest.raises(RequestError, match="pixels"),
+    ):
+        run(llm, prompt)
 
 
 def test_an_output_that_the_encoder_cache_lost_is_loaded(llava: str, tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import transformers
 from transformers import PretrainedConfig
 
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
@@ -16,6 +17,9 @@ from sensorium.models.streaming import StreamingAdapter
 from sensorium.multimodal.tiers.disk import DiskStore
 from sensorium.multimodal.tiers.tiers import MediaTiers
 
+# Another version of one of these may make other tensors of a media item.
+_PROCESSING_PACKAGES = ("sensorium", "transformers", "torchvision", "pillow", "av", "soundfile")
+
 
 def build_tiers(
     loading: LoadingOptions, directory: Path, hf_config: PretrainedConfig, options: MediaOptions
@@ -23,7 +27,8 @@ def build_tiers(
     """Open the stores that the options name, or return None if they name none.
 
     Encoder outputs are shared by engines with the same weights in the same type, and the same
-    version of Transformers. Raises a `ModelError` if a store can't be used.
+    version of Transformers. Processed items are shared by those that process and limit them alike.
+    Raises a `ModelError` if a store can't be used.
     """
     if options.mm_disk_cache is None:
         return None
@@ -32,7 +37,26 @@ def build_tiers(
     )
     dtype = resolve_dtype(loading.dtype, hf_config, resolve_device(loading.device))
     identity = get_weights_identity(directory)
-    return MediaTiers([disk], model=f"{identity}\n{dtype}\n{transformers.__version__}")
+    return MediaTiers(
+        [disk],
+        model=f"{identity}\n{dtype}\n{_get_version('transformers')}",
+        processing=_describe_processing(options),
+    )
+
+
+def _describe_processing(options: MediaOptions) -> str:
+    """Return a text of all that media is processed with, and of all limits that it is within."""
+    own = replace(options.media_limits, allowed_domains=frozenset(), allowed_local_path=None)
+    versions = [f"{name} {_get_version(name)}" for name in _PROCESSING_PACKAGES]
+    parts = (own, options.allow_larger_media, options.mm_processor_kwargs, options.media_io_kwargs)
+    return "\n".join([*versions, *map(repr, parts)])
+
+
+def _get_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def takes_encoded(hf_config: PretrainedConfig) -> bool:

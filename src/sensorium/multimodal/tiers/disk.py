@@ -59,9 +59,8 @@ class DiskStore:
         self._counts = StoreStatistics(capacity_bytes=capacity_bytes)
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._locked() as lock:
-                if self._read_taken(lock) is None:
-                    self._write_taken(lock, self._sum_up())
+            with self._locked() as lock:  # what killed writers have left is removed
+                self._write_taken(lock, self._shrink(capacity_bytes))
         except OSError as error:
             raise ModelError(
                 f"the directory for the disk cache of media, {str(directory)!r}, can't be used: "

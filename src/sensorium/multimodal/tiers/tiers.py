@@ -8,7 +8,9 @@ A media item has up to three entries, because its parts are needed apart:
 An item with `encoded` needs no encoder and no large tensors. So the frontend looks for that first,
 and the core gets an item with its encoder output (`types.multimodal.ENCODED`). All are named by the
 hash of the item, which depends on its source, its options, the model's revision and the salt. The
-name of `encoded` also depends on the weights and on their type.
+names of `layout` and `tensors` also depend on what processes the item and on what it is checked
+for, so that limits which are stricter after a restart hold for known items too. The name of
+`encoded` depends on the weights and on their type.
 
 Stores are asked in their order, the fastest first. What a later one has is copied to those before.
 """
@@ -65,13 +67,17 @@ _decoder = msgspec.msgpack.Decoder(_Head)
 class MediaTiers:
     """The stores behind the caches of one model, in their order.
 
-    `model` tells its encoder's outputs apart from those of other weights. Several threads may use
-    the tiers. Writing happens in a thread of their own.
+    `model` tells its encoder's outputs apart from those of other weights, and `processing` tells
+    its items apart from those that were processed or checked otherwise. Several threads may use the
+    tiers. Writing happens in a thread of their own.
     """
 
-    def __init__(self, stores: Sequence[Store], *, model: str) -> None:
+    def __init__(self, stores: Sequence[Store], *, model: str, processing: str) -> None:
         self._stores = tuple(stores)
-        self._encoded = f"encoded-{hashlib.sha256(model.encode()).hexdigest()[:16]}"
+        self._encoded = f"encoded-{_shorten(model)}"
+        self._layout, self._tensors = (
+            f"{part}-{_shorten(processing)}" for part in ("layout", "tensors")
+        )
         self.writer = BackgroundWriter()
 
     def load_item(self, mm_hash: str, *, takes_encoded: bool) -> ProcessedItem | None:
@@ -79,7 +85,7 @@ class MediaTiers:
 
         With `takes_encoded` the item may have its encoder output instead of its large tensors.
         """
-        found = self._load(mm_hash, "layout")
+        found = self._load(mm_hash, self._layout)
         if found is None or found[0].layout is None:
             return None
         head, small = found
@@ -87,7 +93,7 @@ class MediaTiers:
             return _make_item(mm_hash, head, {**small, ENCODED: encoded})
         tensors = dict(small)
         if not tensors.keys() >= set(head.order):
-            large = self._load(mm_hash, "tensors")
+            large = self._load(mm_hash, self._tensors)
             tensors |= {} if large is None else large[1]
         if not tensors.keys() >= set(head.order):
             return None
@@ -133,9 +139,9 @@ class MediaTiers:
         small = {name: each for name, each in tensors.items() if each.nbytes <= _SMALL_BYTES}
         large = {name: each for name, each in tensors.items() if name not in small}
         if large:
-            self._put(_name(mm_hash, "tensors"), _encode(large))
+            self._put(_name(mm_hash, self._tensors), _encode(large))
         layout_entry = _encode(small, modality=modality, layout=layout, order=tuple(tensors))
-        self._put(_name(mm_hash, "layout"), layout_entry)
+        self._put(_name(mm_hash, self._layout), layout_entry)
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:
         """Keep an encoder output, when the writer comes to it.
@@ -191,6 +197,10 @@ def _make_item(mm_hash: str, head: _Head, tensors: MultiModalKwargsItem) -> Proc
     return ProcessedItem(
         modality=head.modality, mm_hash=mm_hash, kwargs=tensors, layout=head.layout
     )
+
+
+def _shorten(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _name(mm_hash: str, part: str) -> str:

@@ -24,7 +24,7 @@ EMBEDS = torch.randn(2, 8).to(torch.bfloat16)
 
 
 def make_tiers(folder: Path, model: str = "model") -> MediaTiers:
-    return MediaTiers([DiskStore(folder, 2**24)], model=model)
+    return MediaTiers([DiskStore(folder, 2**24)], model=model, processing="limits")
 
 
 def save(
@@ -75,6 +75,16 @@ def test_other_weights_have_other_encoder_outputs_and_the_same_items(tmp_path: P
     item = other.load_item(HASH, takes_encoded=True)
     assert item is not None
     assert item.kwargs.keys() == TENSORS.keys()
+
+
+def test_other_limits_find_no_item(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers)
+    tiers.save_encoded(HASH, EMBEDS)
+    tiers.close()
+    stricter = MediaTiers([DiskStore(tmp_path, 2**24)], model="model", processing="stricter limits")
+    assert stricter.load_item(HASH, takes_encoded=True) is None
+    assert stricter.load_encoded(HASH) is not None, "for an item that was processed and checked"
 
 
 @pytest.mark.parametrize("lost", ["layout", "tensors", "encoded"])
@@ -146,14 +156,17 @@ def test_items_that_are_gone_or_came_otherwise_are_not_kept(
 
 def test_a_later_store_fills_the_earlier_one(tmp_path: Path) -> None:
     far = DiskStore(tmp_path / "far", 2**24)
-    first = MediaTiers([far], model="model")
+    first = MediaTiers([far], model="model", processing="limits")
     save(first)
     first.close()
     near = DiskStore(tmp_path / "near", 2**24)
-    both = MediaTiers([near, far], model="model")
+    both = MediaTiers([near, far], model="model", processing="limits")
     assert both.load_item(HASH, takes_encoded=True) is not None
     both.close()
-    assert MediaTiers([near], model="model").load_item(HASH, takes_encoded=True) is not None
+    assert (
+        MediaTiers([near], model="model", processing="limits").load_item(HASH, takes_encoded=True)
+        is not None
+    )
 
 
 def test_the_writer_drops_what_it_has_no_memory_for_and_outlives_errors() -> None:
