@@ -10,8 +10,10 @@ The rules that are compared:
   media         ours: the home of the image, and elsewhere when that has too much to do
   round robin   one replica after the other
   least queue   the shortest queue
-  text          the replica that had the longest common beginning of the text, unless its queue is
-                longer than others by 5 (our words for the rule of Ray's prefix router)
+  text          the shortest queue of those that have had the longest common beginning of the text;
+                of two at random if queues differ by more than 5. This is the rule of Ray 2.60's
+                prefix router, which sees no media. By default it has no limit for queues, and
+                would send everything to one replica here.
 
 `hit rate` is the share of requests for which the image was in the cache, against that of one server
 with all the memory of the world. `imbalance` is the work of the busiest replica against the mean.
@@ -109,14 +111,18 @@ def make_least_queue() -> Rule:
 
 
 def make_text_rule() -> Rule:
-    """All texts begin alike, so the first replica has the longest common beginning for ever."""
-    last: list[str] = []
+    """Return the rule of Ray's prefix router, for texts that all begin alike."""
+    chance = random.Random(0)
+    known: set[str] = set()  # replicas that have had such a text
 
     def choose(_image: str, queues: Queues) -> str:
+        known.intersection_update(queues)
         is_even = max(queues.values()) - min(queues.values()) <= TEXT_IMBALANCE
-        if not last or last[0] not in queues or not is_even:
-            last[:] = [min(queues, key=queues.__getitem__)]
-        return last[0]
+        names = list(queues)
+        among = known if known and is_even else chance.sample(names, min(2, len(names)))
+        chosen = min(among, key=lambda name: (queues[name], name))
+        known.add(chosen)
+        return chosen
 
     return choose
 
