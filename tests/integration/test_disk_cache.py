@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, SamplingParams
+from sensorium.models.checkpoint import get_weights_identity
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.tiers.disk import DiskStore
 from sensorium.types.errors import ModelError, RequestError
 from tests.integration.perceiving import forget_outputs, make_new_png, make_prompt
 from tests.integration.rendering import render
+from tests.parity.cases import make_image
 from tests.support.clients import ask, chat, make_image_part
 from tests.support.engine import make_llm
 from tests.support.media import make_pixels, write_image
@@ -63,6 +65,21 @@ def test_other_weights_or_another_type_encode_anew(llava: str, tmp_path: Path) -
         assert run(llm, prompt)[1:] == (1, 0)
 
 
+def test_weights_are_recognised_by_their_files(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--someone--something" / "snapshots" / ("ab" * 20)
+    own = tmp_path / "snapshots" / "best"
+    for directory in (snapshot, own):
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text("{}")
+        (directory / "model.safetensors").write_bytes(bytes(100_000))
+        os.utime(directory / "model.safetensors", (1, 1))
+    assert get_weights_identity(snapshot) == "ab" * 20
+    before = get_weights_identity(own)
+    (own / "model.safetensors").write_bytes(bytes(50_000) + b"x" * 5000 + bytes(45_000))
+    os.utime(own / "model.safetensors", (1, 1))  # as in images that are built reproducibly
+    assert get_weights_identity(own) != before
+
+
 def test_a_stricter_limit_holds_for_known_media_too(llava: str, tmp_path: Path) -> None:
     prompt = make_prompt(make_new_png())
     with make_llm(llava, mm_disk_cache=tmp_path) as llm:
@@ -73,6 +90,22 @@ def test_a_stricter_limit_holds_for_known_media_too(llava: str, tmp_path: Path) 
         pytest.raises(RequestError, match="pixels"),
     ):
         run(llm, prompt)
+
+
+def test_tensors_under_a_hash_that_a_caller_made_up_are_not_kept(
+    llava: str, tmp_path: Path
+) -> None:
+    """Another run of the caller may send other tensors under the same hash."""
+    found = []
+    for seed in (1, 2):
+        with make_llm(llava, mm_disk_cache=tmp_path) as llm:
+            rendered = render(llm, make_prompt(make_image(60, 60, seed=seed)))
+            prompt = rendered.make_prompt("ab" * 32)
+            found.append(run(llm, prompt))
+        with make_llm(llava) as llm:
+            assert run(llm, prompt) == found[-1]
+    assert [counts for _, *counts in found] == [[1, 0], [1, 0]]
+    assert not list(tmp_path.glob("*/*encoded*"))
 
 
 def test_an_output_that_the_encoder_cache_lost_is_loaded(llava: str, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_every_format_has_the_same_text_and_times(client: OpenAI, directory: str
     assert starts == pytest.approx([s.start for s in verbose.segments], abs=0.001)
 
 
+@pytest.mark.slow
 def test_a_long_sound_is_streamed_piece_by_piece(client: OpenAI) -> None:
     sound = make_file(LONG_S)
     *deltas, done = [event.to_dict() for event in transcribe(client, sound, stream=True)]

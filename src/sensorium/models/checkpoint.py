@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ BAR_DELAY_S = 1.0
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _TIMEOUT_S = 10.0
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NUM_BLOCKS, _BLOCK_BYTES = 64, 4096  # that are read of a file of weights to recognise it
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _CODE_FILES = ("*.py",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -102,15 +105,29 @@ def get_revision(directory: Path) -> str:
 def get_weights_identity(directory: Path) -> str:
     """Return a text that differs from that of every checkpoint with other weights.
 
-    It is the revision and, outside of the hub's cache, the name, the size and the time of each file
-    of weights. So a copy of a directory has the same identity only if the copy keeps times.
+    It is the commit of a snapshot in the hub's cache. Elsewhere it has the name, the size and the
+    time of each file of weights, and a digest of some of its blocks. So a copy of a directory has
+    the same identity only if the copy keeps times.
     """
+    is_snapshot = directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name)
+    if is_snapshot and directory.parents[1].name.startswith("models--"):
+        return directory.name
     lines = [get_revision(directory)]
-    if directory.parent.name != "snapshots":
-        for path in sorted(directory.glob("*.safetensors")):
-            found = path.stat()
-            lines.append(f"{path.name} {found.st_size} {found.st_mtime_ns}")
+    for path in sorted(directory.glob("*.safetensors")):
+        found = path.stat()
+        digest = _digest_blocks(path, found.st_size)
+        lines.append(f"{path.name} {found.st_size} {found.st_mtime_ns} {digest}")
     return "\n".join(lines)
+
+
+def _digest_blocks(path: Path, num_bytes: int) -> str:
+    """Return a digest of the beginning of a file and of blocks that are spread over it."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for index in range(_NUM_BLOCKS):
+            file.seek(index * num_bytes // _NUM_BLOCKS)
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, ...]:

@@ -180,16 +180,18 @@ class MediaPipeline:
             item.path,
         )
 
-    def load_stored(self, job: ItemJob) -> Flight | None:
-        """Return the processed media item from a tier as a finished flight, or None without one."""
+    def load_stored(self, job: ItemJob, times: StageTimes) -> Flight | None:
+        """Return the processed media item from a tier as a finished flight, or None without one.
+
+        The time that the look took is added to `times`, whether it was found or not.
+        """
         if self.tiers is None:
             return None
-        times = StageTimes()
         with times.measure("load"):
             item = self.tiers.load_item(job.mm_hash, takes_encoded=self.takes_encoded)
         if item is None or item.modality != job.modality:
             return None
-        return FinishedFlight(FinishedItem(result=item, times=times.get(), is_stored=True))
+        return FinishedFlight(FinishedItem(result=item, times={}, is_stored=True))
 
     def store(self, handle: ItemHandle) -> None:
         """Keep a media item that was just processed in the tiers, if there are any."""
@@ -342,7 +344,7 @@ class _ItemCall:
                 job.mm_hash
             ):  # another request has put it there since the look-up
                 return FinishedFlight(None)
-            stored = pipeline.load_stored(job)
+            stored = pipeline.load_stored(job, self.times)
             return pipeline.backend.start(job, source) if stored is None else stored
 
         self._waiter = pipeline.flights.join(job.mm_hash, start)
@@ -417,6 +419,9 @@ class _ItemCall:
     def get_result(self) -> PerceivedItem:
         if self._handle is None:
             raise InvariantError(f"media item {format_path(self.item.path)} is not processed yet")
+        tiers = self._pipeline.tiers
+        if tiers is not None and self._handle.is_hit:
+            tiers.note_use(self._handle.mm_hash)
         origin = self.item if self.source is None else replace(self.item, media=self.source)
         return PerceivedItem(
             handle=self._handle,

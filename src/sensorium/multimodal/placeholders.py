@@ -219,6 +219,7 @@ def _place_beside(
         modality=items[0].modality,
         mm_hash=items[0].mm_hash,
         mm_position=PlaceholderRange(0, num_positions),
+        has_content_hash=True,
     )
     return list(token_ids) or list(sounds.start_token_ids), [feature]
 
@@ -288,7 +289,10 @@ def _make_features(
             )
         features.append(
             MultiModalFeatureSpec(
-                modality=item.modality, mm_hash=item.mm_hash, mm_position=position
+                modality=item.modality,
+                mm_hash=item.mm_hash,
+                mm_position=position,
+                has_content_hash=True,
             )
         )
         end_of_last = end

@@ -166,6 +166,9 @@ class MultiModalFeatureSpec:
     modality: str
     mm_hash: str
     mm_position: PlaceholderRange
+    # Whether this engine has made the hash of the item's content, so that equal hashes mean equal
+    # tensors for ever. A caller that sends tensors under a hash of its own may err.
+    has_content_hash: bool = False
 
 
 _offset_of = attrgetter("mm_position.offset")

@@ -94,6 +94,8 @@ class EncoderStore(Protocol):
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None: ...
 
+    def remove_encoded(self, mm_hash: str) -> None: ...
+
 
 class EncoderRunner:
     """A runner of the model's media encoders, which stores the embeddings in a cache.
@@ -131,21 +133,32 @@ class EncoderRunner:
         loaded = frozenset(job.key for job in jobs if self._load(job))
         failed = self._encode_all([job for job in jobs if job.key not in loaded])
         self.num_loaded += len(loaded)
-        self.num_encoded += len(jobs) - len(loaded) - len(failed)
+        self.num_encoded += sum(
+            job.key not in loaded and job.key not in failed and PRECOMPUTED not in job.item
+            for job in jobs
+        )
         return Encoded(failed=failed, loaded=loaded, seconds=time.monotonic() - began)
 
     def _load(self, job: EncoderJob) -> bool:
         """Take the embeddings of a media item that was encoded before, and return whether it was.
 
-        Embeddings that don't fit are not taken, and the item is encoded if it has its tensors.
+        Embeddings that don't fit are not taken, and the item is encoded.
         """
-        embeds = job.item.get(ENCODED)
-        if embeds is None and self.store is not None and PRECOMPUTED not in job.item:
-            embeds = self.store.load_encoded(job.feature.mm_hash)
-        if embeds is None or len(embeds) != job.feature.mm_position.get_num_embeds():
+        num_embeds = job.feature.mm_position.get_num_embeds()
+        embeds, store = job.item.get(ENCODED), self._get_store(job)
+        if embeds is None and store is not None:
+            embeds = store.load_encoded(job.feature.mm_hash)
+            if embeds is not None and len(embeds) != num_embeds:
+                store.remove_encoded(job.feature.mm_hash)
+        if embeds is None or len(embeds) != num_embeds:
             return False
         self._cache.add(job.key, self._adapter.to_model(embeds.clone()))
         return True
+
+    def _get_store(self, job: EncoderJob) -> EncoderStore | None:
+        """Return the store, if the output of this item's encoder belongs there."""
+        is_own = job.feature.has_content_hash and PRECOMPUTED not in job.item
+        return self.store if is_own else None
 
     def _encode_all(self, jobs: Sequence[EncoderJob]) -> dict[str, str]:
         batches: dict[Hashable, list[EncoderJob]] = {}
@@ -185,8 +198,8 @@ class EncoderRunner:
                 continue
             for job, item in zip(batch, embeds, strict=True):
                 self._cache.add(job.key, item)
-                if self.store is not None and PRECOMPUTED not in job.item:
-                    self.store.save_encoded(job.feature.mm_hash, self._cache[job.key])
+                if (store := self._get_store(job)) is not None:
+                    store.save_encoded(job.feature.mm_hash, self._cache[job.key])
         return failed
 
     def _encode(self, jobs: Sequence[EncoderJob]) -> tuple[list[torch.Tensor], torch.Tensor] | str:

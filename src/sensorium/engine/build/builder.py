@@ -31,7 +31,7 @@ from sensorium.engine.build.frontend import (
 )
 from sensorium.engine.build.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.engine.build.tiers import takes_encoded
+from sensorium.engine.build.tiers import build_tiers, takes_encoded
 from sensorium.engine.build.trial import Trial
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.engine.inputs.input_processor import log_switched_off
@@ -90,6 +90,7 @@ def build_engine(
     `ModelError` if the model can't be run.
     """
     checkpoint = read_checkpoint(loading)
+    tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, media)
     store = build_store(media)
     receiver = build_receiver(store)
     built = build_core(
@@ -100,11 +101,12 @@ def build_engine(
         # Called for the first grammar, when `frontend` exists.
         get_tokenizer=lambda: frontend.processor.tokenizer,
     )
-    frontend = build_frontend(loading, checkpoint, media, build_caches(media, store, receiver))
+    caches = build_caches(media, store, receiver)
+    frontend = build_frontend(loading, checkpoint, media, caches, tiers=tiers)
     switched_off = {}
     if built.needs_trial:
         switched_off = try_core(built, frontend, options.limit_mm_per_prompt)
-    use_tiers(built, frontend.perception.tiers)
+    use_tiers(built, tiers)
     logger.info("media: %s", media)
     return built, frontend, switched_off
 

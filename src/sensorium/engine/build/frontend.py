@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
-from sensorium.engine.build.tiers import build_tiers, takes_encoded
+from sensorium.engine.build.tiers import takes_encoded
 from sensorium.models.checkpoint import find_checkpoint, get_revision
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
@@ -181,6 +181,7 @@ def build_frontend(
     options: MediaOptions,
     caches: Caches,
     *,
+    tiers: MediaTiers | None = None,  # where items are kept that outlive the engine
     starts_early: bool = False,  # process cheap media items here until the pool is ready
     warm_modalities: Collection[str] = (),  # for which the pool's processes are warmed up
 ) -> Frontend:
@@ -209,7 +210,6 @@ def build_frontend(
 
     shared = caches.sender if isinstance(caches.sender, ShmSender) else None
     layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
-    tiers = build_tiers(loading, checkpoint.directory, hf_config, options)
     make_pipeline = partial(
         MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits, tiers=tiers
     )

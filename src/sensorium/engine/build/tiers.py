@@ -18,7 +18,7 @@ from sensorium.multimodal.tiers.disk import DiskStore
 from sensorium.multimodal.tiers.tiers import MediaTiers
 
 # Another version of one of these may make other tensors of a media item.
-_PROCESSING_PACKAGES = ("sensorium", "transformers", "torchvision", "pillow", "av", "soundfile")
+_PACKAGES = ("sensorium", "torch", "transformers", "torchvision", "pillow", "av", "soundfile")
 
 
 def build_tiers(
@@ -27,8 +27,9 @@ def build_tiers(
     """Open the stores that the options name, or return None if they name none.
 
     Encoder outputs are shared by engines with the same weights in the same type, and the same
-    version of Transformers. Processed items are shared by those that process and limit them alike.
-    Raises a `ModelError` if a store can't be used.
+    versions of libraries. Processed items are shared by those that process and limit them alike.
+    Call this before the weights are loaded, because their files may be replaced later. Raises a
+    `ModelError` if a store can't be used.
     """
     if options.mm_disk_cache is None:
         return None
@@ -39,17 +40,20 @@ def build_tiers(
     identity = get_weights_identity(directory)
     return MediaTiers(
         [disk],
-        model=f"{identity}\n{dtype}\n{_get_version('transformers')}",
-        processing=_describe_processing(options),
+        model="\n".join([identity, str(dtype), *_list_versions()]),
+        processing="\n".join([*_list_versions(), *_list_limits(options)]),
     )
 
 
-def _describe_processing(options: MediaOptions) -> str:
-    """Return a text of all that media is processed with, and of all limits that it is within."""
+def _list_limits(options: MediaOptions) -> list[str]:
+    """Return all options of media that decide what is made of an item, and what is refused."""
     own = replace(options.media_limits, allowed_domains=frozenset(), allowed_local_path=None)
-    versions = [f"{name} {_get_version(name)}" for name in _PROCESSING_PACKAGES]
     parts = (own, options.allow_larger_media, options.mm_processor_kwargs, options.media_io_kwargs)
-    return "\n".join([*versions, *map(repr, parts)])
+    return [repr(part) for part in parts]
+
+
+def _list_versions() -> list[str]:
+    return [f"{name} {_get_version(name)}" for name in _PACKAGES]
 
 
 def _get_version(package: str) -> str:

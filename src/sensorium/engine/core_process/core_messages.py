@@ -43,6 +43,7 @@ class Feature(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     length: int
     runs: tuple[int, ...] | None  # see `as_runs`
+    has_content_hash: bool
 
 
 class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
@@ -232,11 +233,21 @@ def decode_sound(message: AppendSound, frames: Sequence[memoryview]) -> torch.Te
 def _encode_feature(feature: MultiModalFeatureSpec) -> Feature:
     position = feature.mm_position
     runs = as_runs(position.is_embed)
-    return Feature(feature.modality, feature.mm_hash, position.offset, position.length, runs)
+    return Feature(
+        feature.modality,
+        feature.mm_hash,
+        position.offset,
+        position.length,
+        runs,
+        feature.has_content_hash,
+    )
 
 
 def _decode_feature(feature: Feature) -> MultiModalFeatureSpec:
     position = PlaceholderRange(feature.offset, feature.length, as_mask(feature.runs))
     return MultiModalFeatureSpec(
-        modality=feature.modality, mm_hash=feature.mm_hash, mm_position=position
+        modality=feature.modality,
+        mm_hash=feature.mm_hash,
+        mm_position=position,
+        has_content_hash=feature.has_content_hash,
     )

@@ -137,7 +137,13 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
                 name = _check_hash(mm_hash)
             with at(*path):
                 position = _as_range(placeholder)
-            feature = MultiModalFeatureSpec(modality=modality, mm_hash=name, mm_position=position)
+            feature = MultiModalFeatureSpec(
+                modality=modality,
+                mm_hash=name,
+                mm_position=position,
+                # Our own transcripts name windows of a sound so. Other callers may err.
+                has_content_hash="@" in name,
+            )
             yield RenderedItem(path=path, given_hash=name, feature=feature, item=None), brought
 
 

@@ -2,7 +2,7 @@
 
 A file is written under another name and then renamed, so that it is there as a whole or not at all.
 It begins with a checksum of its content and of its name. A file that fails the check is removed and
-counts as absent: readers need no lock.
+counts as absent: readers need no lock. Files that this module did not name are never touched.
 
 All writers share one number, the bytes that are taken, in a file that is locked while it is
 changed. A writer takes its room by making its file as long as the entry, under that lock. When an
@@ -18,11 +18,13 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from uuid import uuid4
 
@@ -34,9 +36,16 @@ _MAGIC = b"sensorium entry1"
 _HEAD_BYTES = 64  # the magic, the checksum, zeros; what follows is aligned for tensors
 _CHECKSUM_BYTES = 32
 _TAKEN = "taken"  # the file with the number of bytes that are taken, and the writers' lock
-_UNFINISHED = "unfinished-"  # the beginning of the names of files that are being written
+_ENTRY = ".entry"  # the end of the names of all entries
+_UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")  # files that are being written
+_FOLDER = re.compile(r"[0-9a-f]{2}")
 _ROOM_SHARE = 0.1  # of the capacity, which is made free when an entry does not fit
 _PAUSE_S = 30.0  # for which nothing is written after an error of the disk
+_LOCK_S = 5.0  # how long a writer waits for the others
+_LOCK_POLL_S = 0.005
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe must not be waited for
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_FoundFile = tuple[float, int, Path]  # when it was used, its size, its path
 
 
 class DiskStore:
@@ -51,15 +60,15 @@ class DiskStore:
     def __init__(self, directory: Path, capacity_bytes: int) -> None:
         """Create the directory if it is missing, readable for its owner only.
 
-        Raise `ModelError` if it can't be used.
+        What killed writers have left there is removed, and so are entries beyond the capacity.
+        Raise `ModelError` if the directory can't be used.
         """
         self._directory = directory
         self._capacity_bytes = capacity_bytes
         self._paused_until = 0.0
         self._counts = StoreStatistics(capacity_bytes=capacity_bytes)
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._locked() as lock:  # what killed writers have left is removed
+            with self._locked() as lock:
                 self._write_taken(lock, self._shrink(capacity_bytes))
         except OSError as error:
             raise ModelError(
@@ -75,7 +84,7 @@ class DiskStore:
         path = self._get_path(name)
         self._counts.num_queries += 1
         try:
-            content = _read(path, name)
+            content = _read(path, name, self._capacity_bytes)
         except FileNotFoundError:
             return None
         except _DamagedError:
@@ -84,7 +93,8 @@ class DiskStore:
             self._remove(path)
             return None
         except OSError as error:
-            self._note_error("read from", error)
+            self._counts.num_errors += 1
+            logger.debug("can't read %s: %s", path, error)
             return None
         self._counts.num_hits += 1
         return content
@@ -93,31 +103,42 @@ class DiskStore:
         """Return whether there is an entry of this name, which may be damaged."""
         return self._get_path(name).exists()
 
+    def touch(self, name: str) -> None:
+        """Mark an entry as used, if there is one."""
+        with suppress(OSError):
+            os.utime(self._get_path(name), follow_symlinks=False)
+
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Write an entry, if it fits and is not there yet, and return whether it was written."""
         path = self._get_path(name)
         num_bytes = _HEAD_BYTES + sum(len(part) for part in parts)
         if time.monotonic() < self._paused_until or path.exists():
             return False
-        if num_bytes > self._capacity_bytes:
+        try:
+            return self._write(path, name, parts, num_bytes)
+        except OSError as error:
+            self._note_error(error)
+            return False
+
+    def _write(
+        self, path: Path, name: str, parts: Sequence[bytes | memoryview], num_bytes: int
+    ) -> bool:
+        unfinished = self._directory / f"unfinished-{uuid4().hex}"
+        file = self._reserve(unfinished, num_bytes)
+        if file is None:
             self._counts.num_oversize += 1
             return False
-        unfinished = self._directory / f"{_UNFINISHED}{uuid4().hex}"
-        try:
-            with open(self._reserve(unfinished, num_bytes), "wb") as writer:
-                try:
-                    writer.write(_make_head(name, parts))
-                    for part in parts:
-                        writer.write(part)
-                    path.parent.mkdir(mode=0o700, exist_ok=True)
-                    writer.flush()
-                    unfinished.rename(path)
-                except BaseException:
-                    self._remove(unfinished)
-                    raise
-        except OSError as error:
-            self._note_error("write to", error)
-            return False
+        with open(file, "wb") as writer:
+            try:
+                writer.write(_make_head(name, parts))
+                for part in parts:
+                    writer.write(part)
+                writer.flush()
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                unfinished.rename(path)
+            except BaseException:
+                self._remove(unfinished)
+                raise
         self._counts.num_writes += 1
         return True
 
@@ -137,18 +158,22 @@ class DiskStore:
 
     # ---- room
 
-    def _reserve(self, unfinished: Path, num_bytes: int) -> int:
+    def _reserve(self, unfinished: Path, num_bytes: int) -> int | None:
         """Make a file of this size, and remove the least recently used entries if it has no room.
 
-        Returns its descriptor, which holds a lock on it.
+        Returns its descriptor, which holds a lock on it. Returns None if there is no room even so.
         """
+        if num_bytes > self._capacity_bytes:
+            return None
         with self._locked() as lock:
             taken = self._read_taken(lock)
             if taken is None or taken + num_bytes > self._capacity_bytes:
                 share = int((1 - _ROOM_SHARE) * self._capacity_bytes)
                 taken = self._shrink(min(self._capacity_bytes - num_bytes, share))
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            file = os.open(unfinished, flags, 0o600)
+                self._write_taken(lock, taken)
+            if taken + num_bytes > self._capacity_bytes:  # others are writing that much
+                return None
+            file = os.open(unfinished, _CREATE, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX)
                 os.truncate(file, num_bytes)
@@ -167,7 +192,7 @@ class DiskStore:
         files = sorted(self._list_files())
         left = sum(num_bytes for _, num_bytes, _ in files)
         for _, num_bytes, path in files:
-            is_unfinished = path.name.startswith(_UNFINISHED)
+            is_unfinished = path.suffix != _ENTRY
             if _is_locked(path) if is_unfinished else left <= wanted_bytes:
                 continue
             with suppress(FileNotFoundError):  # another reader may have found it damaged
@@ -179,23 +204,32 @@ class DiskStore:
     def _sum_up(self) -> int:
         return sum(num_bytes for _, num_bytes, _ in self._list_files())
 
-    def _list_files(self) -> Iterator[tuple[float, int, Path]]:
-        """Yield when each file was used, its size and its path."""
-        for folder in (self._directory, *self._directory.glob("[0-9a-f][0-9a-f]")):
-            for entry in os.scandir(folder):
-                with suppress(FileNotFoundError):
-                    found = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(found.st_mode) and entry.name != _TAKEN:
-                        yield found.st_mtime, found.st_size, Path(entry.path)
+    def _list_files(self) -> Iterator[_FoundFile]:
+        """Yield the files of this store, finished or not, and no others."""
+        for entry in os.scandir(self._directory):
+            if _UNFINISHED.fullmatch(entry.name):
+                yield from _describe(entry)
+            elif _FOLDER.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                with suppress(FileNotFoundError), os.scandir(entry.path) as inner:
+                    for each in inner:
+                        if each.name.endswith(_ENTRY) and each.name.startswith(entry.name):
+                            yield from _describe(each)
 
     @contextmanager
-    def _locked(self) -> Iterator[int]:
-        """Hold the writers' lock, and give the descriptor of the file with the taken bytes."""
+    def _locked(self, seconds: float | None = None) -> Iterator[int]:
+        """Hold the writers' lock, and give the descriptor of the file with the taken bytes.
+
+        Raise a `TimeoutError` if others hold it for so long, which is `_LOCK_S` if it is not given.
+        """
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.open(self._directory / _TAKEN, flags, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield lock
+            _lock(lock, _LOCK_S if seconds is None else seconds)
+            try:
+                yield lock
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may have the descriptor too
         finally:
             os.close(lock)
 
@@ -211,78 +245,60 @@ class DiskStore:
     def _write_taken(lock: int, num_bytes: int) -> None:
         os.pwrite(lock, f"{max(0, num_bytes):<32}".encode(), 0)
 
-    def _change_taken(self, num_bytes: int) -> None:
-        with suppress(OSError), self._locked() as lock:
-            self._write_taken(lock, (self._read_taken(lock) or 0) + num_bytes)
-
     # ---- files
 
     def _get_path(self, name: str) -> Path:
-        return self._directory / name[:2] / name
+        return self._directory / name[:2] / f"{name}{_ENTRY}"
 
     def _remove(self, path: Path) -> None:
-        try:
-            num_bytes = path.stat().st_size
-            path.unlink()
-        except OSError:  # another process has removed it, or no file can be removed
-            return
-        self._change_taken(-num_bytes)
+        """Remove a file, and count its bytes as free unless another writer is at work.
 
-    def _note_error(self, deed: str, error: OSError) -> None:
+        Then the next list corrects the count.
+        """
+        with suppress(OSError):  # another process has removed it, or it can't be removed
+            num_bytes = path.lstat().st_size
+            path.unlink()
+            with self._locked(seconds=0.0) as lock:
+                self._write_taken(lock, (self._read_taken(lock) or 0) - num_bytes)
+
+    def _note_error(self, error: OSError) -> None:
         self._counts.num_errors += 1
-        is_new = time.monotonic() >= self._paused_until
         self._paused_until = time.monotonic() + _PAUSE_S
-        if is_new:
-            logger.warning(
-                "can't %s the disk cache of media in %s: %s. Requests go on without it.",
-                deed,
-                self._directory,
-                error.strerror or error,
-            )
+        logger.warning(
+            "can't write to the disk cache of media in %s: %s. Requests go on without it.",
+            self._directory,
+            error.strerror or error,
+        )
 
 
 class _DamagedError(Exception):
     """A file is not what was written under its name."""
 
 
-def _read(path: Path, name: str) -> bytearray:
-    """Return the content of a file, and mark the file as used."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a link, which nothing here has made
-            raise _DamagedError from error
-        raise
-    with open(file, "rb", buffering=0) as reader:
-        num_bytes = os.fstat(file).st_size - _HEAD_BYTES
-        head = reader.read(_HEAD_BYTES)
-        content = bytearray(max(0, num_bytes))
-        if num_bytes < 0 or _read_into(reader, content) != num_bytes:
-            raise _DamagedError
-        if head != _make_head(name, [content]):
-            raise _DamagedError
-        with suppress(OSError):  # a directory that can only be read serves all the same
-            os.utime(file)
-    return content
+def _describe(entry: os.DirEntry[str]) -> Iterator[_FoundFile]:
+    with suppress(FileNotFoundError):
+        found = entry.stat(follow_symlinks=False)
+        if stat.S_ISREG(found.st_mode):
+            yield found.st_mtime, found.st_size, Path(entry.path)
 
 
-def _read_into(reader: object, content: bytearray) -> int:
-    view = memoryview(content)
-    count = 0
-    while count < len(view):
-        num_read = reader.readinto(view[count:])  # type: ignore[attr-defined]
-        if not num_read:
-            break
-        count += num_read
-    return count
+def _lock(file: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds its lock") from error
+        time.sleep(_LOCK_POLL_S)
 
 
 def _is_locked(path: Path) -> bool:
     """Return whether a process holds a lock on a file."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return True  # it was finished just now
+        file = os.open(path, _READ)
+    except OSError:
+        return True  # it was finished just now, or it is another user's
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -290,6 +306,37 @@ def _is_locked(path: Path) -> bool:
     finally:
         os.close(file)
     return False
+
+
+def _read(path: Path, name: str, max_bytes: int) -> bytearray:
+    """Return the content of a file, and mark the file as used."""
+    try:
+        file = os.open(path, _READ)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link, which nothing here has made
+            raise _DamagedError from error
+        raise
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or not _HEAD_BYTES <= found.st_size <= max_bytes:
+            raise _DamagedError
+        head = os.read(file, _HEAD_BYTES)
+        content = bytearray(found.st_size - _HEAD_BYTES)
+        if _read_into(file, content) != len(content) or head != _make_head(name, [content]):
+            raise _DamagedError
+        with suppress(OSError):  # a directory that can only be read serves all the same
+            os.utime(file)
+    finally:
+        os.close(file)
+    return content
+
+
+def _read_into(file: int, content: bytearray) -> int:
+    view, count = memoryview(content), 0
+    with closing(FileIO(file, closefd=False)) as reader:
+        while count < len(view) and (num_read := reader.readinto(view[count:])):
+            count += num_read
+    return count
 
 
 def _make_head(name: str, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:

@@ -1,8 +1,8 @@
 """Keeps processed media and encoder outputs in stores that outlive the process.
 
 A media item has up to three entries, because its parts are needed apart:
-  layout   the text in a prompt and the small tensors, which positions depend on
-  tensors  the large tensors, such as pixels, which only an encoder needs
+  layout   the text in a prompt, the small tensors and all whole numbers, on which positions depend
+  tensors  the large tensors of fractions, such as pixels, which only an encoder needs
   encoded  what the encoder of one model made of them
 
 An item with `encoded` needs no encoder and no large tensors. So the frontend looks for that first,
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -43,11 +44,13 @@ from sensorium.types.multimodal import (
     MultiModalKwargsItem,
     ProcessedItem,
 )
+from sensorium.utils.lru import LruCache
 
-_SMALL_BYTES = 2**16  # a tensor up to this size stands beside the layout
+_SMALL_BYTES = 2**16  # a tensor of fractions up to this size stands beside the layout
+_TOUCH_S = 600.0  # an item that is used again and again is marked once in this time
+_MAX_TOUCHED = 2**16  # items of which the last mark is remembered
 _VERSION = 1  # of the content of entries
-# Entries are kept for hashes of content, and for windows of a sound that has one. Whoever uses the
-# engine in process may give other hashes, which promise nothing.
+# Entries are kept for hashes of content, and for windows of a sound that has one.
 _HASH = re.compile(r"[0-9a-f]{64}(@[0-9]+)?")
 
 
@@ -79,6 +82,7 @@ class MediaTiers:
             f"{part}-{_shorten(processing)}" for part in ("layout", "tensors")
         )
         self.writer = BackgroundWriter()
+        self._touched: LruCache[str, float] = LruCache(_MAX_TOUCHED)  # hash -> when, monotonic
 
     def load_item(self, mm_hash: str, *, takes_encoded: bool) -> ProcessedItem | None:
         """Return a processed media item, or None if no store has all that it needs.
@@ -89,7 +93,10 @@ class MediaTiers:
         if found is None or found[0].layout is None:
             return None
         head, small = found
-        if takes_encoded and (encoded := self.load_encoded(mm_hash)) is not None:
+        encoded = self.load_encoded(mm_hash) if takes_encoded else None
+        if encoded is not None and len(encoded) != found[0].layout.num_embeds:
+            self.remove_encoded(mm_hash)
+        elif encoded is not None:
             return _make_item(mm_hash, head, {**small, ENCODED: encoded})
         tensors = dict(small)
         if not tensors.keys() >= set(head.order):
@@ -103,6 +110,25 @@ class MediaTiers:
         """Return the encoder output [num_embeds, width] of a media item, if a store has it."""
         found = self._load(mm_hash, self._encoded)
         return None if found is None else found[1].get(ENCODED)
+
+    def remove_encoded(self, mm_hash: str) -> None:
+        """Remove an encoder output that does not fit its item, so that it can be kept anew."""
+        for store in self._stores:
+            store.remove(_name(mm_hash, self._encoded))
+
+    def note_use(self, mm_hash: str) -> None:
+        """Mark an item as used that was found in memory, so that it does not leave the stores.
+
+        That happens in the background, and seldom for the same item.
+        """
+        now = time.monotonic()
+        last = self._touched.get(mm_hash)
+        if not _HASH.fullmatch(mm_hash) or (last is not None and now - last < _TOUCH_S):
+            return
+        self._touched.put(mm_hash, now)
+        for store in self._stores:
+            for part in (self._layout, self._tensors, self._encoded):
+                self.writer.submit(partial(store.touch, _name(mm_hash, part)), 0)
 
     def save_item(
         self,
@@ -136,7 +162,7 @@ class MediaTiers:
     ) -> None:
         if PRECOMPUTED in tensors or ENCODED in tensors:
             return
-        small = {name: each for name, each in tensors.items() if each.nbytes <= _SMALL_BYTES}
+        small = {name: each for name, each in tensors.items() if _is_small(each)}
         large = {name: each for name, each in tensors.items() if name not in small}
         if large:
             self._put(_name(mm_hash, self._tensors), _encode(large))
@@ -161,7 +187,8 @@ class MediaTiers:
             if not all(store.has(name) for store in self._stores):
                 self._put(name, _encode({ENCODED: _copy_to_host(encoded, is_ready)}))
 
-        self.writer.submit(write, encoded.nbytes)
+        # What waits on a device takes memory that the engine has planned for other things.
+        self.writer.submit(write, encoded.nbytes * (8 if encoded.is_cuda else 1))
 
     def statistics(self) -> dict[str, StoreStatistics]:
         """Return the statistics of each store by its level, in their order."""
@@ -197,6 +224,10 @@ def _make_item(mm_hash: str, head: _Head, tensors: MultiModalKwargsItem) -> Proc
     return ProcessedItem(
         modality=head.modality, mm_hash=mm_hash, kwargs=tensors, layout=head.layout
     )
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes <= _SMALL_BYTES or not tensor.is_floating_point()
 
 
 def _shorten(text: str) -> str:

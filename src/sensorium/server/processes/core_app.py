@@ -45,6 +45,7 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | N
     loading = replace(options.loading, use_tqdm_on_load=options.log_format == "text")
     with blame_checkpoint(options.model):
         checkpoint = read_checkpoint(loading)
+        tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, options.media)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
         receiver = build_receiver(store)
         built = build_core(
@@ -53,7 +54,6 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | N
         switched_off: dict[str, str] = {}
         if built.needs_trial:
             switched_off = _try_core(built, loading, checkpoint, options)
-        tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, options.media)
         use_tiers(built, tiers)
         mirror = receiver if isinstance(receiver, MirrorReceiver) else None
         info = CoreInfo(

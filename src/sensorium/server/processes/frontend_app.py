@@ -27,6 +27,7 @@ from sensorium.engine.build.frontend import (
     build_readonly_caches,
     read_checkpoint,
 )
+from sensorium.engine.build.tiers import build_tiers
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import warm_up
@@ -104,8 +105,7 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
     `SensoriumError` if a file of the model can't be used.
     """
     adopt_library_logs()
-    options = start.options
-    engine_options, media = options.engine, options.media
+    options, engine_options, media = start.options, start.options.engine, start.options.media
     loading = replace(options.loading, use_tqdm_on_load=False)
     with blame_checkpoint(options.model):
         checkpoint = read_checkpoint(loading)
@@ -117,6 +117,7 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
             checkpoint,
             media,
             build_readonly_caches(media) if is_alone else build_caches(media, store),
+            tiers=build_tiers(loading, checkpoint.directory, checkpoint.hf_config, media),
             starts_early=True,
             warm_modalities=engine_options.allowed_modalities if options.warmup else (),
         )

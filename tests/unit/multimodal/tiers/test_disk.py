@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.multimodal.tiers import disk
 from sensorium.multimodal.tiers.disk import DiskStore
 from sensorium.types.errors import ModelError
 
@@ -22,7 +24,7 @@ def name(number: int) -> str:
 
 
 def find_file(directory: Path, entry: str) -> Path:
-    (path,) = directory.glob(f"*/{entry}")
+    (path,) = directory.glob(f"*/{entry}.entry")
     return path
 
 
@@ -72,9 +74,20 @@ def replace_by_link(path: Path) -> None:
     path.symlink_to(path.with_name("elsewhere"))
 
 
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def make_huge(path: Path) -> None:
+    os.truncate(path, 2**43)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
+        replace_by_pipe,
+        make_huge,
         flip(0),
         flip(20),
         flip(63),
@@ -95,10 +108,12 @@ def test_a_damaged_entry_is_absent_and_removed(
     store.put(name(1), [b"some content"])
     path = find_file(tmp_path, name(1))
     damage(path)
+    num_files = len(os.listdir("/proc/self/fd"))
     assert store.get(name(1)) is None
     assert not path.exists()
     assert not path.is_symlink()
     assert store.statistics().num_damaged == 1
+    assert len(os.listdir("/proc/self/fd")) <= num_files
     assert store.put(name(1), [b"some content"]), "it can be written again"
     assert store.get(name(1)) == b"some content"
 
@@ -131,7 +146,7 @@ def test_what_is_larger_than_the_room_is_not_kept_and_costs_nothing(tmp_path: Pa
 def test_a_dead_writer_leaves_nothing_that_counts_for_ever(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 10_000)
     store.put(name(1), [bytes(1000)])
-    unfinished = tmp_path / "unfinished-0123"
+    unfinished = tmp_path / f"unfinished-{7:032x}"
     unfinished.write_bytes(bytes(5000))
     (tmp_path / "taken").write_text("9999")  # the writer had taken room
     assert store.put(name(2), [bytes(1000)])
@@ -149,6 +164,93 @@ def test_a_damaged_count_is_made_anew(content: bytes, tmp_path: Path) -> None:
     for number in range(2, 8):
         store.put(name(number), [bytes(3000)])
         assert count_bytes(tmp_path) <= 10_000
+
+
+def test_a_folder_in_the_place_of_an_entry_is_only_absent(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, MIB)
+    (tmp_path / name(1)[:2] / f"{name(1)}.entry").mkdir(parents=True)
+    num_files = len(os.listdir("/proc/self/fd"))
+    assert store.get(name(1)) is None
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    assert store.put(f"{2:064x}.layout-v1", [b"writing goes on"])
+
+
+def test_files_of_others_are_never_touched(tmp_path: Path) -> None:
+    """A user may have named a directory that has other things in it."""
+    elsewhere = tmp_path / "elsewhere"
+    directory = tmp_path / "home"
+    for path in (
+        directory / "thesis.docx",
+        directory / "unfinished-thesis.docx",
+        directory / "ca" / "notes.txt",
+        elsewhere / f"aa{1:062x}.layout-v1.entry",
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(5000))
+        os.utime(path, (1, 1))
+    (directory / "aa").symlink_to(elsewhere)
+    (directory / "00").write_text("a file with the name of a folder")
+    before = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    store = DiskStore(directory, 4000)
+    for number in range(2**256 - 5, 2**256):
+        assert store.put(name(number), [bytes(1000)])
+    assert store.statistics().num_bytes <= 4000
+    assert [path for path in before if not path.exists()] == []
+
+
+def test_entries_beyond_the_room_go_at_the_start(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10_000)
+    for number in range(5):
+        store.put(name(number), [bytes(1000)])
+    assert DiskStore(tmp_path, 3000).statistics().num_bytes == count_bytes(tmp_path) <= 3000
+
+
+def test_a_writer_that_holds_the_lock_stops_no_other_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_LOCK_S", 0.05)
+    store, other = DiskStore(tmp_path, MIB), DiskStore(tmp_path, MIB)
+    store.put(name(1), [b"content"])
+    find_file(tmp_path, name(1)).write_bytes(b"damaged")
+    with other._locked():
+        assert store.get(name(1)) is None
+        assert not store.put(name(2), [b"more"])
+        with pytest.raises(ModelError, match="another process holds its lock"):
+            DiskStore(tmp_path, MIB)
+    assert store.statistics().num_errors == 1
+    store._paused_until = 0.0
+    assert store.put(name(2), [b"more"])
+
+
+def test_room_that_another_writes_into_is_not_given_away(tmp_path: Path) -> None:
+    store, other = DiskStore(tmp_path, 1000), DiskStore(tmp_path, 1000)
+    file = other._reserve(tmp_path / f"unfinished-{7:032x}", 900)
+    assert file is not None
+    assert not store.put(name(1), [bytes(500)])
+    assert store.statistics().num_oversize == 1
+    os.close(file)  # the other is dead
+    assert store.put(name(1), [bytes(500)])
+
+
+def test_a_directory_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "cache", MIB)
+    store.put(name(1), [b"content"])
+    shutil.rmtree(tmp_path / "cache")
+    assert store.get(name(1)) is None
+    assert store.put(name(1), [b"content"])
+    assert store.get(name(1)) == b"content"
+
+
+def test_a_touched_entry_stays(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10_000)
+    for number in range(9):
+        store.put(name(number), [bytes(1000)])
+        os.utime(find_file(tmp_path, name(number)), (number + 1, number + 1))
+    store.touch(name(0))
+    store.touch(name(99))
+    store.put(name(9), [bytes(1000)])
+    assert store.has(name(0))
+    assert not store.has(name(1))
 
 
 WRITER = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -152,6 +153,53 @@ def test_items_that_are_gone_or_came_otherwise_are_not_kept(
     save(tiers, tensors, layout=layout)
     tiers.close()
     assert make_tiers(tmp_path).load_item(HASH, takes_encoded=True) is None
+
+
+def test_an_encoder_output_of_another_length_is_removed(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers)
+    tiers.save_encoded(HASH, EMBEDS[:1])
+    tiers.close()
+    later = make_tiers(tmp_path)
+    item = later.load_item(HASH, takes_encoded=True)
+    assert item is not None
+    assert item.kwargs.keys() == TENSORS.keys()
+    later.save_encoded(HASH, EMBEDS)
+    later.close()
+    again = make_tiers(tmp_path).load_item(HASH, takes_encoded=True)
+    assert again is not None
+    assert ENCODED in again.kwargs
+
+
+def test_whole_numbers_stay_with_the_encoder_output_however_many(tmp_path: Path) -> None:
+    """Positions are computed from masks and grids."""
+    mask = torch.ones(1, 30_000, dtype=torch.int32)
+    tiers = make_tiers(tmp_path)
+    save(tiers, {"input_features": torch.randn(1, 128, 300), "feature_attention_mask": mask})
+    tiers.save_encoded(HASH, EMBEDS)
+    tiers.close()
+    item = make_tiers(tmp_path).load_item(HASH, takes_encoded=True)
+    assert item is not None
+    assert item.kwargs.keys() == {"feature_attention_mask", ENCODED}
+
+
+def test_what_is_used_from_memory_is_marked_seldom(tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers)
+    tiers.save_encoded(HASH, EMBEDS)
+    assert tiers.writer.wait(10)
+    paths = list(tmp_path.glob("*/*"))
+    for path in paths:
+        os.utime(path, (1, 1))
+    tiers.note_use(HASH)
+    assert tiers.writer.wait(10)
+    assert len(paths) == 3
+    assert all(path.stat().st_mtime > 1 for path in paths)
+    os.utime(paths[0], (1, 1))
+    tiers.note_use(HASH)
+    tiers.note_use("no hash")
+    assert tiers.writer.wait(10)
+    assert paths[0].stat().st_mtime == 1
 
 
 def test_a_later_store_fills_the_earlier_one(tmp_path: Path) -> None:
