@@ -79,8 +79,10 @@ def run(
 
 @pytest.mark.parametrize(
     "variables",
-    [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": _NOWHERE}],
-    ids=["offline", "unreachable"],
+    [
+        pytest.param({"HF_HUB_OFFLINE": "1"}, id="offline", marks=pytest.mark.slow),
+        pytest.param({"HF_ENDPOINT": _NOWHERE}, id="unreachable"),
+    ],
 )
 def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
     home: Path, variables: dict[str, str]

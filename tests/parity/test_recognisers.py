@@ -78,6 +78,7 @@ def recogniser_of(tiny_model: TinyModel) -> RecogniserOf:
     return get
 
 
+@pytest.mark.slow
 def test_the_reference_is_sensitive(recogniser_of: RecogniserOf) -> None:
     """Sounds have different answers, and all of a second or more have several tokens."""
     for family in FAMILIES:

@@ -48,7 +48,7 @@ def core(model: str, tmp_path: Path) -> Iterator[LocalCore]:
         yield running
 
 
-@pytest.fixture(params=["eager", "replayed"])
+@pytest.fixture(params=["eager", pytest.param("replayed", marks=pytest.mark.slow)])
 def any_core(
     request: pytest.FixtureRequest, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LocalCore]:
@@ -69,7 +69,7 @@ def test_the_reference_depends_on_the_sound_and_the_delay(
     assert reference.generate(sounds[0], 960) != reference.generate(sounds[0], 80)
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [7, 64])
+@pytest.mark.parametrize("max_num_batched_tokens", [7, pytest.param(64, marks=pytest.mark.slow)])
 def test_whole_sounds(
     model: str, reference: StreamedReference, sounds: list[Samples], max_num_batched_tokens: int
 ) -> None:
