@@ -28,7 +28,7 @@ PRECOMPUTED = "embeds"
 # The name of the tensor with the output of our own encoder, in an item that needs no encoding. Its
 # small tensors may stand beside it, because positions depend on them.
 ENCODED = "encoder_output"
-TIERS = ("disk", "remote")  # where copies of media are kept that outlive the process
+TIERS = ("disk",)  # where copies of media are kept that outlive the process
 MODALITIES = ("image", "video", "audio")
 HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
 # The stages of one media item, in their order. In `wait` another request was processing it, and in
