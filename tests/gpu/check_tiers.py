@@ -1,4 +1,4 @@
-"""The disk cache on the device: what an encoder made there is loaded by the next engine."""
+"""Encoder outputs from elsewhere on the device: from a disk cache, and from an encoder apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import tempfile
 import torch
 
 from sensorium import SamplingParams
+from tests.support.encoder import encoding_here
 from tests.support.engine import get_token_ids, make_llm
 
 from .setting import get_device, get_directory, get_reference, use_exact_float32
@@ -33,4 +34,25 @@ def check_restart(family: str, dtype: str) -> str:
     assert again[1:] == (0, num_encoded)
     if dtype == "float32":  # in half precision another order of steps may change a token
         assert again[0] == tokens
+    return f"{num_encoded} items"
+
+
+def check_apart(family: str, dtype: str) -> str:
+    """Compare the tokens of an engine with those of one that has its encoder apart."""
+    use_exact_float32()
+    prompts = [each.prompt for each in get_reference(family, getattr(torch, dtype)).expected]
+    options = {"device": get_device(), "dtype": dtype}
+    found = []
+    with encoding_here(get_directory(family), **options) as encoder:
+        for address in (None, encoder.address):
+            with make_llm(get_directory(family), encoder=address, **options) as llm:
+                outputs = llm.generate(prompts, _GREEDY, use_tqdm=False)
+                runner = llm.core.runner.encoder_runner
+                found.append((get_token_ids(outputs), runner.num_encoded, runner.num_loaded))
+    (tokens, num_encoded, num_loaded), apart = found
+    assert num_encoded
+    assert not num_loaded
+    assert apart[1:] == (0, num_encoded)
+    if dtype == "float32":  # in half precision other kernels may change a token
+        assert apart[0] == tokens
     return f"{num_encoded} items"

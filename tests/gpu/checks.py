@@ -30,7 +30,7 @@ from .check_speech import (
 from .check_streams import check_streams
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
-from .check_tiers import check_restart
+from .check_tiers import check_apart, check_restart
 from .check_tokens import (
     SETTINGS,
     check_encoder_graphs,
@@ -93,6 +93,7 @@ def _get_state_checks() -> Iterator[Check]:
         ("llava", "bfloat16"),
     ):
         yield Check(name=f"disk cache/{family}", run=partial(check_restart, family, dtype))
+        yield Check(name=f"encoder apart/{family}", run=partial(check_apart, family, dtype))
 
 
 def _get_attention_checks() -> Iterator[Check]:

@@ -1,19 +1,21 @@
-"""An engine that starts again with a disk cache: the same tokens, and nothing is encoded again."""
+"""An engine that starts again with a tier: the same tokens, and nothing is encoded again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sensorium import LLM, SamplingParams
 from sensorium.engine.speech.models import WhisperModel
 from tests.parity.cases import MULTIMODAL_FAMILIES
-from tests.parity.reference import NUM_TOKENS, ReferenceOf
+from tests.parity.reference import NUM_TOKENS, Reference, ReferenceOf
 from tests.support.engine import get_token_ids, make_llm
 from tests.support.media import make_melody
+from tests.support.redis_server import run_redis
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 # A grid, DeepStack and video; one tensor only; sounds. The others are alike for this.
@@ -28,11 +30,30 @@ FAMILIES = [
 def test_the_same_tokens_after_a_restart_without_an_encoder(
     family: str, tiny_model: Callable[[str], str], reference_of: ReferenceOf, tmp_path: Path
 ) -> None:
-    expected = reference_of(family).expected
+    check_restarts(tiny_model(family), reference_of(family), mm_disk_cache=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family == "qwen3_vl" else pytest.mark.slow)
+        for family in MULTIMODAL_FAMILIES
+    ],
+)
+def test_the_same_tokens_after_a_restart_with_only_a_redis(
+    family: str, tiny_model: Callable[[str], str], reference_of: ReferenceOf
+) -> None:
+    with run_redis() as redis:
+        check_restarts(tiny_model(family), reference_of(family), mm_remote_cache=redis.url)
+
+
+def check_restarts(directory: str, reference: Reference, **tier: Any) -> None:
+    """Compare the tokens of three engines, one after another, with those of Transformers."""
+    expected = reference.expected
     counts = []
     for cache_type in ("lru", "shm", "lru"):
         options = {"mm_processor_cache_type": cache_type, "mm_processor_cache_gb": 0.1}
-        with make_llm(tiny_model(family), mm_disk_cache=tmp_path, **options) as llm:
+        with make_llm(directory, **tier, **options) as llm:
             outputs = llm.generate([each.prompt for each in expected], GREEDY, use_tqdm=False)
             runner = llm.core.runner.encoder_runner
         stages = {stage for output in outputs for item in output.mm_items for stage in item.times}
@@ -50,9 +71,21 @@ def test_the_same_tokens_after_a_restart_without_an_encoder(
 def test_a_known_sound_is_transcribed_without_its_encoder(
     family: str, tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
+    check_transcripts(tiny_model(family), mm_disk_cache=tmp_path)
+
+
+def test_a_sound_that_only_a_redis_knows_is_transcribed_without_its_encoder(
+    tiny_model: Callable[[str], str],
+) -> None:
+    with run_redis() as redis:
+        check_transcripts(tiny_model("whisper"), mm_remote_cache=redis.url)
+
+
+def check_transcripts(directory: str, **tier: Any) -> None:
+    """Compare the transcripts of two engines, one after another."""
     sound, found = make_melody(16_000 * 3), []
     for _ in range(2):
-        with LLM(tiny_model(family), dtype="float32", mm_disk_cache=tmp_path) as llm:
+        with LLM(directory, dtype="float32", **tier) as llm:
             if isinstance(llm._speech, WhisperModel):  # a random model would try all temperatures
                 settings = replace(llm._speech.settings, temperatures=(0.0,), max_new_tokens=8)
                 llm._speech = replace(llm._speech, settings=settings)

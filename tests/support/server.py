@@ -1,4 +1,4 @@
-"""Runs real servers for tests: `sensorium serve` or `render`, as a user starts them."""
+"""Runs real servers for tests: `serve`, `render` or `encode`, as a user starts them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POOL = ("--mm-processor-pool-size", "1")
 # Where the embedded model is unpacked, once for all tests of a checkout.
 EMBEDDED_CACHE = str(ROOT / "build" / "embedded")
 COMMAND = "from sensorium.cli import main; main()"
-_READY = re.compile(r"Sensorium is ready: (http://[\w.:\[\]]+)")
+_READY = re.compile(r"Sensorium(?:'s encoder)? is ready: (http://[\w.:\[\]]+|unix:\S+)")
 
 
 class ServerProcess:
@@ -63,7 +63,8 @@ class ServerProcess:
         environment = {**os.environ, **own, **variables}
         defaults = _DEFAULTS if command == "serve" else _RENDER_DEFAULTS
         added = [word for pair in defaults if pair[0] not in flags for word in pair]
-        arguments = [command, model, "--port", "0", *flags, *added]
+        port = () if command == "encode" else ("--port", "0")
+        arguments = [command, model, *port, *flags, *added]
         self.process: subprocess.Popen[str] | NurseryProcess
         if is_cold:
             self.process = subprocess.Popen(

@@ -106,10 +106,10 @@ def _parse(each: Option, text: str) -> Any:
     Raises an `ArgumentTypeError` with the reason if the text is not a valid value.
     """
     value = _PARSERS[each.kind](text)
-    if each.kind not in ("integer", "number"):
+    if each.kind not in ("integer", "number", "bytes"):
         return value
     value *= each.unit
-    is_too_large = each.kind == "integer" and abs(value) > _MAX_INTEGER
+    is_too_large = each.kind != "number" and abs(value) > _MAX_INTEGER
     if is_too_large or not each.is_valid(value):
         raise argparse.ArgumentTypeError(f"it must be {each.rule}, not {text}")
     return value
@@ -128,10 +128,9 @@ def _parse_bytes(text: str) -> int:
     Units are powers of 1024. Raises an `ArgumentTypeError` if the text is not such a number.
     """
     match = _BYTES.fullmatch(text.strip())
-    num_bytes = 0 if match is None else int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
-    if not 1 <= num_bytes <= _MAX_INTEGER:
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: use e.g. 4G")
-    return num_bytes
+    return int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:

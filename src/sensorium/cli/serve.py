@@ -115,7 +115,7 @@ def make_options(arguments: argparse.Namespace) -> ServeOptions:
 
     If a value is not valid, the usage and the error are printed and the process exits with code 2.
     """
-    loading = get_given(arguments, LoadingOptions) | {"model": _get_model(arguments)}
+    loading = get_given(arguments, LoadingOptions) | {"model": get_model(arguments)}
     try:
         limits = MediaLimits(**get_given(arguments, MediaLimits))
         server, media = _choose_processes(arguments)
@@ -132,7 +132,8 @@ def make_options(arguments: argparse.Namespace) -> ServeOptions:
         raise
 
 
-def _get_model(arguments: argparse.Namespace) -> str:
+def get_model(arguments: argparse.Namespace) -> str:
+    """Return the model that the command line names, or the embedded one."""
     if "" in (arguments.model, arguments.named_model):
         arguments.refuse("the name of the model is empty")
     model: str = arguments.model or arguments.named_model or EMBEDDED_MODEL
@@ -147,11 +148,10 @@ def _choose_processes(arguments: argparse.Namespace) -> tuple[dict[str, Any], di
     These are the number of frontends, the kind of media cache, and the number of processes and
     threads for media.
     """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    num_cores = count_cores()
     given = get_given(arguments, MediaOptions)
     num_frontends, reason = getattr(arguments, "api_server_count", None), ""
-    if num_frontends is None and arguments.command == "render":
+    if num_frontends is None and arguments.command != "serve":
         num_frontends = 1
     elif num_frontends is None:
         num_frontends, reason = choose_frontends(
@@ -175,10 +175,16 @@ def _choose_processes(arguments: argparse.Namespace) -> tuple[dict[str, Any], di
     return server, media
 
 
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
 def _may_have_gpu(arguments: argparse.Namespace) -> bool:
     """Return whether the engine will probably compute on a GPU; torch is not loaded here."""
     is_asked = str(getattr(arguments, "device", "auto")).startswith(("auto", "cuda"))
-    return arguments.command == "serve" and is_asked and Path("/dev/nvidiactl").exists()
+    return arguments.command != "render" and is_asked and Path("/dev/nvidiactl").exists()
 
 
 def choose_frontends(

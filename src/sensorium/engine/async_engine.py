@@ -22,7 +22,7 @@ from sensorium.engine.core_process.core_client import CoreClient
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.preparation import BeginPerceiving, Preparation
-from sensorium.engine.inputs.renderer import Chat, Renderer
+from sensorium.engine.inputs.renderer import AnyPrompt, Renderer
 from sensorium.engine.sound_request import SoundRequest
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
@@ -34,7 +34,7 @@ from sensorium.types.errors import (
 )
 from sensorium.types.multimodal import MissingItems
 from sensorium.types.outputs import RequestDelta, RequestOutput
-from sensorium.types.request import EngineCoreOutput, Prompt
+from sensorium.types.request import EngineCoreOutput
 from sensorium.types.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class AsyncEngine:
 
     async def generate(
         self,
-        prompt: Prompt | Chat,
+        prompt: AnyPrompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -217,18 +217,20 @@ class AsyncEngine:
 
     async def stream(
         self,
-        prompt: Prompt | Chat,
+        prompt: AnyPrompt,
         params: SamplingParams,
         *,
         request_id: str,
         group: str | None = None,
+        may_repeat: bool = False,  # noqa: ARG002
     ) -> AsyncGenerator[RequestDelta, None]:
         """Run one request, and yield its answer piece by piece; the last delta has `final` set.
 
         Each delta holds everything that was generated since the caller took the previous one.
         `group` is an id that is shared by all prompts of one client request; None means that the
         prompt is alone. Closing the generator aborts the request. A request that fails raises its
-        error.
+        error. With `may_repeat` the caller has passed nothing on, and the answer may begin anew; an
+        engine with one core never does that.
         """
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             async for delta in self._read_deltas(core_id, reader, request_id):
@@ -285,7 +287,7 @@ class AsyncEngine:
     @asynccontextmanager
     async def render(
         self,
-        prompt: Prompt | Chat,
+        prompt: AnyPrompt,
         params: SamplingParams,
         *,
         request_id: str,
@@ -334,7 +336,7 @@ class AsyncEngine:
 
     @asynccontextmanager
     async def _run(
-        self, prompt: Prompt | Chat, params: SamplingParams, *, is_streamed: bool, group: str | None
+        self, prompt: AnyPrompt, params: SamplingParams, *, is_streamed: bool, group: str | None
     ) -> AsyncIterator[tuple[str, _Reader]]:
         """Start a request, and yield the id that it has in the core and its `_Reader`.
 

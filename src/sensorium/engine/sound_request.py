@@ -35,7 +35,7 @@ class SoundRequest:
         abort: Callable[[], None],
     ) -> None:
         self._stream = stream
-        self._send = send
+        self.send = send  # sends features that were computed elsewhere, too
         self._abort = abort
         self._is_ended = False
         self.deltas = deltas  # of the text; the last one has `final` set
@@ -45,7 +45,7 @@ class SoundRequest:
         features = self._stream.append(samples)
         if features is None:
             return 0
-        self._send(features, is_last=False)
+        self.send(features, is_last=False)
         return self._stream.count_positions(features)
 
     def end(self) -> int:
@@ -54,7 +54,7 @@ class SoundRequest:
             return 0
         self._is_ended = True
         features = self._stream.close()
-        self._send(features, is_last=True)
+        self.send(features, is_last=True)
         return 0 if features is None else self._stream.count_positions(features)
 
     def close(self) -> None:

@@ -42,6 +42,7 @@ from sensorium.models.seams.packed_encoders import (
     set_attention,
 )
 from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCall
+from sensorium.models.towers import NoDecoder
 from sensorium.types.errors import ModelError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.utils.arrays import to_device
@@ -78,9 +79,10 @@ class ModelAdapter:
         self.text_config: PretrainedConfig = model.config.get_text_config(decoder=True)
         # The name of the attention that Transformers chose for the decoder.
         self.own_attention_name: str = self.text_config._attn_implementation
-        self._set_attention(PAGED_ATTENTION)
         self._base: Any = model.base_model
         self.decoder: Any = model.get_decoder()
+        if not isinstance(self.decoder, NoDecoder):
+            self._set_attention(PAGED_ATTENTION)
         self._head: Any = model.get_output_embeddings()
         self.embedding: Any = model.get_input_embeddings()
         self._towers = find_packing_towers(model, self.decoder)
@@ -101,11 +103,17 @@ class ModelAdapter:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return self._any_weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
+        return self._any_weight.dtype
+
+    @property
+    def _any_weight(self) -> torch.Tensor:
+        """The token embedding, or the first weight of a model that has only encoders."""
+        weight: torch.Tensor | None = getattr(self.embedding, "weight", None)
+        return next(self.model.parameters()) if weight is None else weight
 
     # ---- the decoder
 

@@ -20,6 +20,7 @@ from sensorium.models.checkpoint import BAR_DELAY_S, read_json
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS
 from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
+from sensorium.models.towers import make_towers_class
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -122,12 +123,16 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool = False,
     use_tqdm: bool = False,
+    towers_only: bool = False,
 ) -> ModelAdapter:
     """Load a model's weights onto a device, and return the model in the adapter of its family.
 
-    Raises a `ModelError` if the model is not supported, or if its weights can't be loaded.
+    With `towers_only` the model has its encoders but no decoder. Raises a `ModelError` if the model
+    is not supported, or if its weights can't be loaded.
     """
     model_class = get_model_class(directory, config, trust_remote_code=trust_remote_code)
+    if towers_only:
+        model_class = make_towers_class(model_class)
     try:
         with _loading_bar(use_tqdm):
             loaded, report = model_class.from_pretrained(
@@ -137,6 +142,8 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
             )
+    except ModelError:
+        raise
     except Exception as error:
         # As above, missing or broken weights raise many kinds of errors.
         raise ModelError(f"the weights of {directory!r} can't be loaded: {error}") from error

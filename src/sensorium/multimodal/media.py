@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from sensorium.types.errors import FieldPath, RequestError
-from sensorium.types.options import ALL_COMMANDS, check_options, option
+from sensorium.types.options import ALL_COMMANDS, PERCEIVERS, check_options, option
 
 
 @dataclass(slots=True)
@@ -20,6 +21,29 @@ class MediaBytes:
     data: bytes
     # Computed by the hasher when it is first needed. A cache of these bytes keeps the digest, too.
     digest: str | None = field(default=None, repr=False)
+
+
+class DeferredBytes(MediaBytes):
+    """The bytes of one encoded media file that are elsewhere, and are loaded when they are needed.
+
+    The digest is known, so that an item that a cache has is never loaded. `load` is called at most
+    once, in the thread that first needs the bytes, and may raise a `RequestError`.
+    """
+
+    __slots__ = ("_load", "_loaded", "_lock")
+
+    def __init__(self, digest: str, load: Callable[[], bytes]) -> None:
+        self.digest = digest
+        self._load = load
+        self._loaded: bytes | None = None
+        self._lock = Lock()
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._load()
+            return self._loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +111,7 @@ class MediaLimits:
         flag="--max-media-mb",
         unit=_MEBIBYTE,
         metavar="MIB",
-        commands=ALL_COMMANDS,
+        commands=PERCEIVERS,
         help="The size of an encoded item, wherever it comes from. The command line takes MiB.",
     )
     max_pixels: int = _count(
@@ -104,7 +128,7 @@ class MediaLimits:
         flag="--max-decoded-megapixels",
         unit=_MEGAPIXEL,
         metavar="N",
-        commands=ALL_COMMANDS,
+        commands=PERCEIVERS,
         help="The pixels of all frames that have to be decoded to get at those that are kept. A "
         "video with more is refused. The command line takes megapixels.",
     )
@@ -126,11 +150,13 @@ class MediaLimits:
     process_deadline_s: float = _deadline(
         120.0,
         flag="--media-process-deadline",
+        commands=PERCEIVERS,
         help="The time for decoding and processing an item, from the start of that work.",
     )
     process_wait_s: float = _deadline(
         120.0,
         flag="--media-process-wait",
+        commands=PERCEIVERS,
         help="The time for which an item may wait until a process is free for it.",
     )
     max_process_bytes: int = _count(

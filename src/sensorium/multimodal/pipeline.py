@@ -41,7 +41,7 @@ from sensorium.types.errors import (
     at,
     format_path,
 )
-from sensorium.types.multimodal import ItemTimes, ProcessedItem
+from sensorium.types.multimodal import ItemLayout, ItemTimes, ProcessedItem
 from sensorium.utils.pausing import Pausing, run_through
 
 _MAX_RETRIES = 3  # an item may be evicted between its processing and its first use
@@ -66,6 +66,19 @@ class PerceivedItem:
     is_layout_only: bool = False  # there are no tensors, and the handle belongs to no cache
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutlinedItem:
+    """What is known of a media item before it is decoded: its source, its name, its layout."""
+
+    item: MediaItem  # with its source, unless that is wanted only where its uuid is unknown
+    mm_hash: str = ""  # empty if the source is not known
+    layout: ItemLayout | None = None  # None: it can't be known before the item is decoded
+
+    @property
+    def modality(self) -> str:
+        return self.item.modality
+
+
 @dataclass(kw_only=True, eq=False)
 class MediaPipeline:
     """A pipeline that fetches, hashes and processes media items, and puts them into a cache."""
@@ -80,19 +93,21 @@ class MediaPipeline:
     layouts: SizeLayouts | None = None  # for requests that need no tensors
     tiers: MediaTiers | None = None  # where items are found that no cache has
     takes_encoded: bool = False  # the requests go to an engine that takes encoder outputs of a tier
+    own_backend: ItemBackend | None = None  # the engine's own, if `backend` gives items away
+    apart_timeout_s: float = 0.0  # how long an item may be away before `own_backend` gets it
     flights: SingleFlight[str, _Result] = field(default_factory=SingleFlight)
 
     def for_warmup(self) -> MediaPipeline:
         """Return a pipeline that processes items the same way, with a cache and uuids of its own.
 
         The items that it processes are not kept, and do not change this pipeline's cache, uuids or
-        counts. The caller must close its `loader`.
+        counts. No item is given to an encoder apart. The caller must close its `loader`.
         """
         return MediaPipeline(
             cache=ItemTable(0),
             hasher=self.hasher,
             loader=MediaLoader(self.limits),
-            backend=self.backend,
+            backend=self.own_backend or self.backend,
             uuids=UuidBindings(),
             limits=self.limits,
         )
@@ -127,6 +142,26 @@ class MediaPipeline:
                 call.undo()
             raise
         return [call.get_result() for call in calls]
+
+    def outline_pausing(
+        self,
+        items: Sequence[MediaItem],
+        options: PerceptionOptions,
+        *,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[list[OutlinedItem]]:
+        """Load and name the media items, and lay out those with a header that is enough for that.
+
+        Nothing is decoded, and no cache is read. An item that may be known by its uuid elsewhere is
+        not loaded. This generator pauses while sources are fetched.
+        """
+        calls = [_ItemCall(self, item, options, cancelled, needs_tensors=False) for item in items]
+        yield from self._load([call for call in calls if call.needs_outline], cancelled)
+        outlined = []
+        for call in calls:
+            with at(*call.item.path):
+                outlined.append(call.outline())
+        return outlined
 
     def identify_pausing(
         self, item: MediaItem, *, cancelled: Future[None] | None = None
@@ -256,6 +291,30 @@ class _ItemCall:
     def needs_source(self) -> bool:
         return self._handle is None and self.source is None
 
+    @property
+    def needs_outline(self) -> bool:
+        """Return whether the source has to be loaded to name the item."""
+        item = self.item
+        has_name = item.uuid is not None and item.is_remote
+        return self.source is None and item.media is not None and not has_name
+
+    def outline(self) -> OutlinedItem:
+        """Name the media item, and lay it out if its header is enough."""
+        item, pipeline = self.item, self._pipeline
+        if self.source is None:
+            if item.uuid is None:
+                raise RequestError("has neither media nor a uuid: send one of them")
+            return OutlinedItem(item=item)
+        if not item.is_encoded:
+            check_unread(item.modality, self.source, pipeline.limits)
+        digest = pipeline.hasher.digest_source(self.source)
+        job = self._make_job(BoundSource(digest=digest, is_encoded=item.is_encoded))
+        layout = None
+        if self._layouts is not None:
+            layout = self._layouts.get(job, self.source, cancelled=self._cancelled)
+        named = replace(item, media=self.source)
+        return OutlinedItem(item=named, mm_hash=job.mm_hash, layout=layout)
+
     def recognise(self) -> None:
         """Look up the media item by its uuid, so that it need not be fetched if the cache has it.
 
@@ -378,7 +437,7 @@ class _ItemCall:
         began = time.monotonic()
         try:
             # A flight has a deadline of its own, but it may be started again.
-            timeout_s = pipeline.limits.flight_timeout_s
+            timeout_s = pipeline.limits.flight_timeout_s + pipeline.apart_timeout_s
             finished = waiter.result(timeout_s=timeout_s, cancelled=self._cancelled)
         except TimeoutError as error:  # the cause is not known here
             raise CapacityError(

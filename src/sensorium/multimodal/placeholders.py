@@ -196,6 +196,35 @@ def expand_token_ids(
     return expanded, _make_features(processor, expanded, ranges)
 
 
+def place_items(
+    items: Sequence[LaidOutItem], positions: Sequence[tuple[str, PlaceholderRange]]
+) -> list[MultiModalFeatureSpec]:
+    """Return the media items of a prompt that another process has expanded, at their positions.
+
+    `positions` has a modality and a range of tokens for each item, in the order of the prompt. The
+    n-th position of a modality belongs to the n-th item of that modality. Raise an `InvariantError`
+    if an item does not fit, because then the two processes work differently.
+    """
+    queues = {name: iter([i for i in items if i.modality == name]) for name, _ in positions}
+    features = []
+    for modality, position in positions:
+        item = next(queues[modality], None)
+        if item is None or _get_layout(item).num_embeds != position.get_num_embeds():
+            raise InvariantError(
+                f"the {modality} at token {position.offset} of an expanded prompt does not fit "
+                "what this process has made of it"
+            )
+        features.append(
+            MultiModalFeatureSpec(
+                modality=modality,
+                mm_hash=item.mm_hash,
+                mm_position=position,
+                has_content_hash=True,
+            )
+        )
+    return features
+
+
 def _place_beside(
     sounds: SoundProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
 ) -> ExpandedPrompt:

@@ -19,6 +19,7 @@ from sensorium.core.admission import check_length
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.names import check_uuid
 from sensorium.types.errors import RequestError, at, map_at
+from sensorium.types.multimodal import PlaceholderRange
 from sensorium.types.request import Prompt, RenderedPrompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
 
@@ -69,6 +70,9 @@ class EnginePrompt:
     token_ids: Sequence[int] = ()  # used if there is no text
     media: tuple[MediaItem, ...] = ()  # to be processed here; those of a modality are together
     rendered: RenderedMedia | None = None  # in place of `media`
+    # The modality and the place of each item in `token_ids`, in their order, if another process has
+    # already put the placeholders of `media` there.
+    positions: tuple[tuple[str, PlaceholderRange], ...] | None = None
     mm_processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     media_io_kwargs: Mapping[str, Any] = field(default_factory=dict)  # modality -> options
     add_special_tokens: bool = True

@@ -25,7 +25,7 @@ Rows = Sequence[tuple[str, str]]  # names and values
 _QUIET = logging.WARNING
 # The parent prints the resolved options of the engine for people, so its log lines are left out.
 _PRINTED_ELSEWHERE = "sensorium.engine.build.builder"
-_ACCESS_LOGGER = "uvicorn.access"
+ACCESS_LOGGER = "uvicorn.access"
 
 
 class _Handler(logging.StreamHandler[TextIO]):
@@ -98,7 +98,7 @@ def set_up_logging(
     root.setLevel(max(level, _QUIET))
     logging.getLogger("sensorium").setLevel(level)
     logging.getLogger(_PRINTED_ELSEWHERE).setLevel(level if log_level == "debug" else _QUIET)
-    logging.getLogger(_ACCESS_LOGGER).setLevel(level if access_log else _QUIET)
+    logging.getLogger(ACCESS_LOGGER).setLevel(level if access_log else _QUIET)
     logging.captureWarnings(True)
 
 
@@ -156,16 +156,24 @@ class Announcer:
         self._announce(line, {"url": url})
 
     def _announce(self, text: str, fields: Mapping[str, object]) -> None:
-        if self._has_json:
-            logger.info(text, extra={"fields": fields})
-            return
-        try:
-            print(text, flush=True)
-        except OSError:
-            # The reader is gone, which is no reason not to serve. What is buffered must not raise
-            # once more when the interpreter flushes it.
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        announce(text, self._has_json, fields)
+
+
+def announce(text: str, has_json: bool, fields: Mapping[str, object] | None = None) -> None:
+    """Print a message about the start of a process on stdout, or log it if the log is JSON.
+
+    The log line then has `fields` too.
+    """
+    if has_json:
+        logger.info(text, extra={"fields": fields or {}})
+        return
+    try:
+        print(text, flush=True)
+    except OSError:
+        # The reader is gone, which is no reason not to serve. What is buffered must not raise once
+        # more when the interpreter flushes it.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def describe_media(options: ServeOptions) -> Rows:
@@ -181,11 +189,19 @@ def describe_media(options: ServeOptions) -> Rows:
     if options.api_server_count > 1:
         pool += " each"
     reason = options.frontends_reason
-    return (
+    rows = [
         ("processor cache", _describe_cache(options)),
         ("frontends", f"{options.api_server_count}{reason and f' ({reason})'}"),
         ("media processing", pool),
-    )
+    ]
+    if options.media.mm_disk_cache is not None:
+        size = f"{options.media.mm_disk_cache_gb:g} GiB"
+        rows.append(("disk cache", f"{options.media.mm_disk_cache}, {size}"))
+    if options.media.encoder is not None:
+        above = options.media.encode_above
+        kind = f"media of more than {above} bytes" if above else "all media"
+        rows.append(("encoder apart", f"{options.media.encoder}, for {kind}"))
+    return tuple(rows)
 
 
 def _describe_cache(options: ServeOptions) -> str:

@@ -13,7 +13,7 @@ from typing import Literal
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.render.answers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sensorium.types.errors import RequestError
-from sensorium.types.options import SERVE, SERVERS, option
+from sensorium.types.options import ONE_MACHINE, SERVE, SERVERS, option
 from sensorium.types.sampling import MAX_N
 
 MAX_FRONTENDS = 64
@@ -51,6 +51,7 @@ class ServeOptions:
         least=1,
         most=MAX_FRONTENDS,
         metavar="N",
+        commands=ONE_MACHINE,
         help="The number of frontends: processes that serve HTTP and process media. With more than "
         "one, processed media is kept in shared memory.",
     )
@@ -109,7 +110,8 @@ class ServeOptions:
         512,
         least=1,
         metavar="N",
-        help="The most requests at once, in all frontends together. More are refused with 429.",
+        help="The most requests at once, in all frontends together (of a cluster: in each). More "
+        "are refused with 429.",
     )
     max_body_mb: int = _option(
         512,
@@ -127,6 +129,7 @@ class ServeOptions:
     )
     stream_timeout: float = _seconds(
         60.0,
+        commands=ONE_MACHINE,
         help="The time for which a client may read nothing of what waits for it. Then its "
         "connection and its request are ended. 0 turns this off.",
     )
@@ -135,8 +138,8 @@ class ServeOptions:
         least=1,
         metavar="N",
         commands=SERVE,
-        help="The most sessions at /v1/realtime at once, in all frontends together. Each also "
-        "counts as a request. More are refused with 429.",
+        help="The most sessions at /v1/realtime at once, in all frontends together (of a cluster: "
+        "in each). Each also counts as a request. More are refused with 429.",
     )
     realtime_idle_timeout: float = _seconds(
         300.0,
@@ -164,6 +167,7 @@ class ServeOptions:
     head_timeout: float = _seconds(
         30.0,
         least=0.1,
+        commands=ONE_MACHINE,
         help="The time for the line and the headers of a request. A connection that has not sent "
         "them by then is closed.",
     )
@@ -219,13 +223,13 @@ class ServeOptions:
         "text",
         section="logging",
         choices=("text", "json"),
-        commands=SERVERS,
+        commands=(*SERVERS, "encode"),
         help="How log lines are written.",
     )
     log_level: LogLevel = option(
         "info",
         choices=("debug", "info", "warning", "error"),
-        commands=SERVERS,
+        commands=(*SERVERS, "encode"),
         help="The least important lines that are logged.",
     )
     access_log: bool = _option(True, help="Log a line for each request.")

@@ -9,6 +9,7 @@ SensoriumError
 │   └── ModelError   the caller: the model can't be run by this engine, and why
 ├── CapacityError    no fault: there is no room right now, trying again helps (HTTP 429 / 503)
 │   ├── EngineLostError    us: the engine ended while it had the request (HTTP 503)
+│   ├── EncoderLostError   us: the encoder apart can't be reached (HTTP 503)
 │   └── StoppingError      us: the server is stopping (HTTP 503)
 └── InvariantError   us: a bug
 
@@ -173,6 +174,14 @@ class EngineLostError(CapacityError):
     """An error that is raised for requests that were in the engine when its process ended.
 
     A new engine process is being started, so the same request may succeed later.
+    """
+
+
+class EncoderLostError(CapacityError):
+    """An error that is raised when the encoder that runs apart from the engine can't be reached.
+
+    The encoder may be started again, so the same request may succeed later. The engine itself is
+    not lost, so another engine with the same encoder would not help.
     """
 
 

@@ -28,12 +28,16 @@ PRECOMPUTED = "embeds"
 # The name of the tensor with the output of our own encoder, in an item that needs no encoding. Its
 # small tensors may stand beside it, because positions depend on them.
 ENCODED = "encoder_output"
-TIERS = ("disk",)  # where copies of media are kept that outlive the process
+TIERS = ("disk", "remote")  # where copies of media are kept that outlive the process
+# What became of an item that was meant for the encoder apart: the encoder encoded it or found it
+# bad; or the encoder could not be had, and the engine took the item back or the request failed.
+APART_OUTCOMES = ("encoded", "refused", "fallback", "failed")
 MODALITIES = ("image", "video", "audio")
 HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
-# The stages of one media item, in their order. In `wait` another request was processing it, and in
-# `load` it was looked for in a tier that outlives the process.
-ITEM_STAGES = ("fetch", "hash", "wait", "load", "decode", "process")
+# The stages of one media item, in their order. In `wait` another request was processing it, in
+# `load` it was looked for in a tier that outlives the process, and in `apart` an encoder in another
+# process decoded, processed and encoded it.
+ITEM_STAGES = ("fetch", "hash", "wait", "load", "apart", "decode", "process")
 ItemTimes = Mapping[str, float]  # stage -> seconds, for the stages that took place
 
 

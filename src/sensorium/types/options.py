@@ -33,10 +33,14 @@ Kind = Literal[
     "mapping",
 ]
 # The commands that may have a flag for an option.
-SERVE = ("serve",)
-SERVERS = ("serve", "render")
-ENGINES = ("serve", "chat", "generate", "transcribe")
-ALL_COMMANDS = ("serve", "render", "chat", "generate", "transcribe")
+SERVE = ("serve", "deploy")
+SERVERS = ("serve", "render", "deploy")
+ONE_MACHINE = ("serve", "render")  # servers that listen themselves
+DEPLOY = ("deploy",)
+ENGINES = ("serve", "deploy", "chat", "generate", "transcribe")
+ALL_COMMANDS = ("serve", "render", "deploy", "chat", "generate", "transcribe")
+TOWERS = (*ENGINES, "encode")  # that load weights
+PERCEIVERS = (*ALL_COMMANDS, "encode")  # that process media
 _KINDS: dict[type, Kind] = {bool: "switch", int: "integer", float: "number", str: "text"}
 _KEY = "option"
 Group = TypeVar("Group")
@@ -62,6 +66,7 @@ class Option:
     unit: int = 1  # what 1 on the command line stands for
     section: str = ""  # the heading under which the flag is listed
     commands: tuple[str, ...] = ()
+    is_secret: bool = False  # the value may contain a password, so it is never shown
 
     @property
     def destination(self) -> str:
@@ -103,7 +108,7 @@ class Option:
         `command` names the command of the command line, which may have another default or unit.
         Without it, the text is for the keyword argument in Python.
         """
-        if self.server_default and command in SERVERS:
+        if self.server_default and command in (*SERVERS, "encode"):
             return self.server_default
         if self.default_text:
             return self.default_text
@@ -124,7 +129,7 @@ def option(default: Any, *, help: str, kind: Kind | None = None, **details: Any)
     declared = Option(help=help, kind=kind or _KINDS[type(default)], **details)
     if isinstance(default, dict):
         return field(default_factory=dict, metadata={_KEY: declared})
-    return field(default=default, metadata={_KEY: declared})
+    return field(default=default, metadata={_KEY: declared}, repr=not declared.is_secret)
 
 
 @functools.cache
@@ -169,7 +174,8 @@ def check_options(group: Any, *, label: str = "") -> None:
         if value is None and each.default is None:
             continue
         if not each.is_valid(value):
-            raise ModelError(f"{label}{each.name} must be {each.rule}, not {value!r}")
+            shown = "" if each.is_secret else f", not {value!r}"
+            raise ModelError(f"{label}{each.name} must be {each.rule}{shown}")
 
 
 def make_group(group: type[Group], given: Mapping[str, Any]) -> Group:

@@ -24,6 +24,9 @@ from sensorium.types.multimodal import (
 )
 
 logger = logging.getLogger(__name__)
+# How long a step may look for outputs in a store before it encodes the items that are left. The
+# look that is under way then is finished, within the limits of the store.
+_LOOK_S = 0.25
 Encode = Callable[[str, Sequence[MultiModalKwargsItem], Sequence[int]], list[torch.Tensor]]
 
 
@@ -102,7 +105,8 @@ class EncoderRunner:
 
     `encode` does what `ModelAdapter.encode` does, which is used without it. `get_batch_key` returns
     the same for media items that are encoded together. Without it, these have the same shape. Media
-    items that are in `store`, or that came with the output of an encoder, are not encoded.
+    items that are in `store`, or that came with the output of an encoder, are not encoded. But if
+    the store is slow, a step encodes what it has not looked for yet, because all requests wait.
     """
 
     def __init__(
@@ -130,7 +134,7 @@ class EncoderRunner:
         if not jobs:
             return Encoded()
         began = time.monotonic()
-        loaded = frozenset(job.key for job in jobs if self._load(job))
+        loaded = frozenset(job.key for job in jobs if self._load(job, began + _LOOK_S))
         failed = self._encode_all([job for job in jobs if job.key not in loaded])
         self.num_loaded += len(loaded)
         self.num_encoded += sum(
@@ -139,14 +143,15 @@ class EncoderRunner:
         )
         return Encoded(failed=failed, loaded=loaded, seconds=time.monotonic() - began)
 
-    def _load(self, job: EncoderJob) -> bool:
+    def _load(self, job: EncoderJob, deadline: float) -> bool:
         """Take the embeddings of a media item that was encoded before, and return whether it was.
 
-        Embeddings that don't fit are not taken, and the item is encoded.
+        Embeddings that don't fit are not taken, and the item is encoded. After the deadline, a
+        time of `time.monotonic()`, the store is not asked any more.
         """
         num_embeds = job.feature.mm_position.get_num_embeds()
         embeds, store = job.item.get(ENCODED), self._get_store(job)
-        if embeds is None and store is not None:
+        if embeds is None and store is not None and time.monotonic() < deadline:
             embeds = store.load_encoded(job.feature.mm_hash)
             if embeds is not None and len(embeds) != num_embeds:
                 store.remove_encoded(job.feature.mm_hash)

@@ -27,7 +27,8 @@ LINES = [
 ]
 # Modules that are not called as the package that brings them.
 PACKAGES = {"PIL": "pillow", "zmq": "pyzmq"}
-OPTIONAL = {"flashinfer", "triton"}  # the extra `cuda`, and what comes with CUDA builds of torch
+# The extras `cuda`, `scale` and `remote`, and what comes with CUDA builds of torch.
+OPTIONAL = {"flashinfer", "ray", "redis", "triton"}
 
 
 def get_tested_versions(python: str) -> dict[str, str]:

@@ -63,6 +63,7 @@ class ScriptedEngine:
     between: Callable[[int], Any] | None = None
     calls: list[tuple[Any, SamplingParams]] = field(default_factory=list)
     groups: list[str | None] = field(default_factory=list)
+    may_repeat: list[bool] = field(default_factory=list)  # of all requests
     resets: list[str] = field(default_factory=list)
     num_open: int = 0
     num_started: int = 0
@@ -77,8 +78,15 @@ class ScriptedEngine:
         return SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, request_id: str, group: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+        may_repeat: bool = False,
     ) -> AsyncGenerator[RequestDelta, None]:
+        self.may_repeat.append(may_repeat)
         self.groups.append(group)
         self.calls.append((prompt, params))
         self.num_open += 1
@@ -253,10 +261,13 @@ class CountingMetrics:
         assert seconds >= 0
         self.responses[handler, method, status] += 1
 
-    def render(self) -> tuple[bytes, str]:
+    async def read_others(self) -> tuple[()]:
+        return ()
+
+    def render(self, others: object) -> tuple[bytes, str]:  # noqa: ARG002
         return b"metric 1\n", "text/plain; version=0.0.4"
 
-    def get_load(self) -> int:
+    def get_load(self, others: object) -> int:  # noqa: ARG002
         return self.load
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
+from sensorium.worker import encoder_runner
 from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
 
 from .factories import make_feature
@@ -86,6 +88,49 @@ def test_what_is_encoded_already_is_copied_beside_what_is_not(
     given.zero_()  # the memory of a cache, which is used again
     assert cache["b"].tolist() == [[3.0, 4.0]]
     assert cache["c"].tolist() == [[1.0, 1.0]] * 2
+
+
+class SlowStore:
+    """A store that has every output, and takes its time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self._now = 100.0
+        self._seconds = seconds
+        self.asked: list[str] = []
+        self.saved: list[str] = []
+        monkeypatch.setattr(encoder_runner.time, "monotonic", lambda: self._now)
+
+    def load_encoded(self, mm_hash: str) -> torch.Tensor | None:
+        self.asked.append(mm_hash)
+        self._now += self._seconds
+        return torch.zeros(2, 2)
+
+    def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:  # noqa: ARG002
+        self.saved.append(mm_hash)
+
+    def remove_encoded(self, mm_hash: str) -> None:
+        raise AssertionError(mm_hash)
+
+
+@pytest.mark.parametrize(("seconds", "num_loaded"), [(0.0, 4), (0.1, 3), (1.0, 1)])
+def test_a_step_does_not_wait_long_for_a_slow_store(
+    seconds: float,
+    num_loaded: int,
+    runner: EncoderRunner,
+    adapter: FakeAdapter,
+    cache: EncoderCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jobs = [job(key, 7.0) for key in "abcd"]
+    jobs = [replace(each, feature=replace(each.feature, has_content_hash=True)) for each in jobs]
+    store = runner.store = SlowStore(monkeypatch, seconds)
+    encoded = runner.run(jobs)
+    assert encoded.loaded == set("abcd"[:num_loaded])
+    assert len(store.asked) == num_loaded
+    assert len(store.saved) == 4 - num_loaded
+    assert (runner.num_loaded, runner.num_encoded) == (num_loaded, 4 - num_loaded)
+    assert sum(len(values) for _, values in adapter.batches) == 4 - num_loaded
+    assert all(key in cache for key in "abcd")
 
 
 def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache) -> None:

@@ -34,7 +34,7 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.engine.build.tiers import build_tiers, takes_encoded
 from sensorium.engine.build.trial import Trial
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
-from sensorium.engine.inputs.input_processor import log_switched_off
+from sensorium.engine.inputs.switched_off import log_switched_off
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerSpec, group_layers

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from transformers import PretrainedConfig
 
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
-from sensorium.engine.build.tiers import takes_encoded
+from sensorium.engine.build.tiers import make_identity, takes_encoded
+from sensorium.engine.encoding.client import SocketEncoder
+from sensorium.engine.encoding.wire import Identity
 from sensorium.models.checkpoint import find_checkpoint, get_revision
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
@@ -28,6 +31,7 @@ from sensorium.multimodal.names import (
 )
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.pool.pool import ProcessPool
+from sensorium.multimodal.processing.apart_backend import ApartBackend, EncoderService
 from sensorium.multimodal.processing.cost_guard import OwnOptions
 from sensorium.multimodal.processing.item_backend import (
     EARLY_COST_S,
@@ -43,9 +47,11 @@ from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.tiers.tiers import MediaTiers
+from sensorium.types.errors import ModelError
 from sensorium.types.families import FAMILIES
 from sensorium.utils.process import report_step
 
+MakeEncoder = Callable[[Identity, MultiModalProcessor], EncoderService]
 _HANDLER = "sensorium.multimodal.processing.item_backend:make_handler"
 
 
@@ -75,6 +81,14 @@ class Caches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """An encoder that runs apart from the engine, and the backend that gives items to it."""
+
+    service: EncoderService
+    backend: ApartBackend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Perception:
     """The parts of a frontend that fetch, decode and process media, with their caches.
 
@@ -89,14 +103,17 @@ class Perception:
     loader: MediaLoader
     pool: ProcessPool | None
     tiers: MediaTiers | None = None  # None: nothing outlives the engine
+    apart: Apart | None = None  # None: the engine encodes everything itself
 
     def close(self) -> None:
         """End the media pool's processes and the threads that fetch media.
 
-        The shared memory of the cache is closed too, if there is one, and so are the tiers, when
-        they have written what waits.
+        The shared memory of the cache is closed too, if there is one, and so are the connections
+        to an encoder apart, and the tiers, when they have written what waits.
         """
         self.loader.close()
+        if self.apart is not None:
+            self.apart.service.close()
         if self.tiers is not None:
             self.tiers.close()
         if self.pool is not None:
@@ -115,6 +132,7 @@ class Frontend:
     processor: MultiModalProcessor
     perception: Perception
     checkpoint: Checkpoint
+    own_options: OwnOptions  # the operator's options for the processor and the decoders
 
 
 def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
@@ -184,6 +202,7 @@ def build_frontend(
     tiers: MediaTiers | None = None,  # where items are kept that outlive the engine
     starts_early: bool = False,  # process cheap media items here until the pool is ready
     warm_modalities: Collection[str] = (),  # for which the pool's processes are warmed up
+    make_encoder: MakeEncoder | None = None,  # connects to an encoder apart; None: as options say
 ) -> Frontend:
     """Build the part of an engine that turns prompts with media into requests for the core."""
     report_step("loading the processor")
@@ -200,26 +219,24 @@ def build_frontend(
     own = _get_own_options(options)
     pool = _build_pool(processor, loading, checkpoint, options, store, own, warm_modalities)
     worker = ItemWorker(processor, limits, None if options.allow_larger_media else own)
-
-    def make_backend(*, keep: bool) -> ItemBackend:
-        if pool is None:
-            return InProcessBackend(worker)
-        late = PoolBackend(pool, processor, limits, keep=keep)
-        early = InProcessBackend(worker, max_cost_s=EARLY_COST_S)
-        return EarlyBackend(pool, early, late) if starts_early else late
-
+    make_backend = partial(_make_backend, worker, processor, pool, starts_early=starts_early)
     shared = caches.sender if isinstance(caches.sender, ShmSender) else None
     layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
     make_pipeline = partial(
         MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits, tiers=tiers
     )
     take_embeds = _make_embeds_backend(options, processor, hf_config)
+    backend = make_backend(keep=shared is not None)
+    apart = _connect_encoder(loading, checkpoint, options, processor, backend, make_encoder)
     perception = Perception(
         caches=caches,
         pipeline=make_pipeline(
             cache=caches.sender,
             shared=shared,
-            backend=take_embeds(make_backend(keep=shared is not None)),
+            backend=take_embeds(backend if apart is None else apart.backend),
+            own_backend=take_embeds(backend),
+            # An item may wait for so long before it is sent, and then for its answer.
+            apart_timeout_s=0.0 if apart is None else 2 * options.encoder_timeout,
             takes_encoded=takes_encoded(hf_config),
         ),
         readonly=make_pipeline(
@@ -230,8 +247,77 @@ def build_frontend(
         loader=loader,
         pool=pool,
         tiers=tiers,
+        apart=apart,
     )
-    return Frontend(processor=processor, perception=perception, checkpoint=checkpoint)
+    return Frontend(
+        processor=processor, perception=perception, checkpoint=checkpoint, own_options=own
+    )
+
+
+def _make_backend(
+    worker: ItemWorker,
+    processor: MultiModalProcessor,
+    pool: ProcessPool | None,
+    *,
+    starts_early: bool,
+    keep: bool,
+) -> ItemBackend:
+    """Return what processes items: in this process without a pool, or until the pool is ready."""
+    if pool is None:
+        return InProcessBackend(worker)
+    late = PoolBackend(pool, processor, worker.limits, keep=keep)
+    early = InProcessBackend(worker, max_cost_s=EARLY_COST_S)
+    return EarlyBackend(pool, early, late) if starts_early else late
+
+
+def _connect_encoder(
+    loading: LoadingOptions,
+    checkpoint: Checkpoint,
+    options: MediaOptions,
+    processor: MultiModalProcessor,
+    local: ItemBackend,
+    make_encoder: MakeEncoder | None,
+) -> Apart | None:
+    """Return the encoder apart that the options or the caller name, or None if none is named.
+
+    Raises a `ModelError` if the model's encoder can't run apart, or if the one that listens there
+    encodes otherwise.
+    """
+    if make_encoder is None:
+        if options.encoder is None:
+            return None
+        make_encoder = partial(_connect_socket, options.encoder, timeout_s=options.encoder_timeout)
+    check_apart(checkpoint.hf_config, processor)
+    identity = make_identity(loading, checkpoint.directory, checkpoint.hf_config, options)
+    identity = msgspec.structs.replace(identity, processor=processor.fingerprint)
+    service = make_encoder(identity, processor)
+    backend = ApartBackend(
+        local, service, above=options.encode_above, has_fallback=options.encoder_fallback
+    )
+    return Apart(service=service, backend=backend)
+
+
+def _connect_socket(
+    address: str, identity: Identity, processor: MultiModalProcessor, *, timeout_s: float
+) -> EncoderService:
+    service = SocketEncoder(address, identity, processor, timeout_s=timeout_s)
+    try:
+        service.check()
+    except BaseException:
+        service.close()
+        raise
+    return service
+
+
+def check_apart(hf_config: PretrainedConfig, processor: MultiModalProcessor) -> None:
+    """Raise a `ModelError` if a model has no encoder that can run apart from its decoder."""
+    if not processor.modalities:
+        raise ModelError("this model takes no media, so that there is nothing to encode")
+    if processor.beside is not None or not takes_encoded(hf_config):
+        raise ModelError(
+            "the encoder of this model can't be run apart: it only writes down speech, and encodes "
+            "parts of a sound while it does"
+        )
 
 
 def _make_embeds_backend(

@@ -16,14 +16,26 @@ from typing import Any
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.layers.attention import ATTENTION_BACKENDS
 from sensorium.multimodal.media import MediaLimits
+from sensorium.multimodal.tiers.address import parse_address
 from sensorium.types.errors import ModelError
 from sensorium.types.multimodal import HASH_ALGORITHMS, MODALITIES
-from sensorium.types.options import ALL_COMMANDS, ENGINES, SERVE, SERVERS, check_options, option
+from sensorium.types.options import (
+    ALL_COMMANDS,
+    ENGINES,
+    PERCEIVERS,
+    SERVE,
+    SERVERS,
+    TOWERS,
+    check_options,
+    option,
+)
 
 serve_option = partial(option, commands=SERVE)  # `serve` has a flag for it
 server_option = partial(option, commands=SERVERS)  # and so has `render`
 engine_option = partial(option, commands=ENGINES)  # all commands that run a model have a flag
 common_option = partial(option, commands=ALL_COMMANDS)  # all of these commands have a flag
+tower_option = partial(option, commands=TOWERS)  # those that load weights have a flag
+media_option = partial(option, commands=PERCEIVERS)  # those that process media have a flag
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +46,26 @@ class LoadingOptions:
     """
 
     model: str = EMBEDDED_MODEL
-    dtype: str = engine_option(
+    dtype: str = tower_option(
         "auto",
         section="loading",
         choices=("auto", "float32", "bfloat16", "float16"),
         help="The precision of the weights. With auto it is the checkpoint's on CUDA; on a CPU it "
         "is float32, unless the CPU has bfloat16 instructions and the checkpoint is in bfloat16.",
     )
-    device: str = engine_option(
+    device: str = tower_option(
         "auto",
         metavar="DEVICE",
         help="The device that computes: cpu, cuda, or auto for CUDA where there is a GPU.",
     )
-    revision: str | None = common_option(
+    revision: str | None = media_option(
         None,
         kind="text",
         metavar="NAME",
         default_text="main",
         help="The branch, tag or commit of a hub id.",
     )
-    trust_remote_code: bool = common_option(
+    trust_remote_code: bool = media_option(
         False, help="Run code that the checkpoint brings. Without it such a model is refused."
     )
     use_tqdm_on_load: bool = option(
@@ -226,7 +238,7 @@ def _check_media_counts(counts: Mapping[str, Any]) -> None:
 class MediaOptions:
     """The options for where media may come from, how it is processed, and how it is cached."""
 
-    mm_processor_cache_gb: float = common_option(
+    mm_processor_cache_gb: float = media_option(
         4.0,
         section="media",
         least=0,
@@ -248,7 +260,7 @@ class MediaOptions:
         metavar="MIB",
         help="The largest item that is kept in shared memory, in MiB.",
     )
-    mm_disk_cache: str | None = common_option(
+    mm_disk_cache: str | None = media_option(
         None,
         kind="text",
         metavar="DIR",
@@ -257,7 +269,7 @@ class MediaOptions:
         "server that starts again need not decode or encode what it knows. Several servers on one "
         "machine may share it.",
     )
-    mm_disk_cache_gb: float = common_option(
+    mm_disk_cache_gb: float = media_option(
         32.0,
         above=0,
         most=2**20,
@@ -265,7 +277,25 @@ class MediaOptions:
         help="The room for that directory, in GiB. What was not used for the longest time makes "
         "room for what is new.",
     )
-    mm_processor_pool_size: int = common_option(
+    mm_remote_cache: str | None = media_option(
+        None,
+        kind="text",
+        metavar="URL",
+        default_text="none",
+        is_secret=True,
+        help="A Redis in which processed media and encoder outputs are kept too, so that servers "
+        "on several machines share them: redis://HOST:PORT/DB, rediss:// for TLS, or unix:///PATH. "
+        "It needs the package redis.",
+    )
+    mm_remote_cache_ttl: int = media_option(
+        604_800,
+        least=0,
+        most=10**9,
+        metavar="SECONDS",
+        help="How long that Redis keeps an entry that is not used. 0 means until Redis needs the "
+        "room.",
+    )
+    mm_processor_pool_size: int = media_option(
         0,
         server_default="half of the cores, at most 4, divided among the frontends, but at least 2",
         least=0,
@@ -274,7 +304,7 @@ class MediaOptions:
         help="The number of processes that decode and process media, for each frontend of a "
         "server. With 0 it is done in the process itself.",
     )
-    mm_processor_threads: int = common_option(
+    mm_processor_threads: int = media_option(
         1,
         server_default="1; with a GPU the cores that are left, at most 4",
         least=1,
@@ -288,16 +318,16 @@ class MediaOptions:
         help="The hash function that names media by content. With auto it is the fastest on this "
         "machine.",
     )
-    mm_processor_kwargs: Mapping[str, Any] = common_option(
+    mm_processor_kwargs: Mapping[str, Any] = media_option(
         {},
         kind="mapping",
         metavar="JSON",
         help="Options that the model's processor gets with every item.",
     )
-    media_io_kwargs: Mapping[str, Mapping[str, Any]] = common_option(
+    media_io_kwargs: Mapping[str, Mapping[str, Any]] = media_option(
         {}, kind="mapping", metavar="JSON", help="Options that decoders get, by modality."
     )
-    allow_larger_media: bool = common_option(
+    allow_larger_media: bool = media_option(
         False,
         help="Let the options of a request make a media item larger than the model's processor and "
         "mm_processor_kwargs do. Without it such an item is refused.",
@@ -320,6 +350,37 @@ class MediaOptions:
         False,
         help="Let any client send media as the output of an encoder, for models that allow it.",
     )
+    encoder: str | None = engine_option(
+        None,
+        section="encoder apart",
+        kind="text",
+        metavar="unix:PATH",
+        default_text="none, so that the engine encodes everything itself",
+        help="The socket of an encoder on this machine (sensorium encode), which encodes large "
+        "media in place of the engine. docs/scaling.md explains it.",
+    )
+    encode_above: int = engine_option(
+        0,
+        kind="bytes",
+        least=0,
+        most=2**63 - 1,
+        metavar="BYTES",
+        help="The size of media up to which the engine encodes it itself: that of the file as it "
+        "came, or of the pixels or samples from Python. 0 gives everything to the encoder. The "
+        "command line also takes a unit, as in 64K.",
+    )
+    encoder_fallback: bool = engine_option(
+        True,
+        help="Encode in the engine if the encoder can't be reached or has no room. Without it such "
+        "requests fail, and may be sent again.",
+    )
+    encoder_timeout: float = engine_option(
+        60.0,
+        above=0,
+        most=86_400,
+        metavar="SECONDS",
+        help="The time that the encoder may take for an item.",
+    )
     media_limits: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
@@ -328,6 +389,8 @@ class MediaOptions:
                 object.__setattr__(self, name, str(os.fspath(given)))
         path = self.allowed_local_media_path
         check_options(self)
+        if self.encoder is not None and not self.encoder.startswith("unix:"):
+            raise ModelError(f"encoder must be unix:PATH, not {self.encoder[:200]!r}")
         object.__setattr__(self, "allowed_media_domains", tuple(self.allowed_media_domains))
         if path is not None and not (path and Path(path).is_dir()):
             raise ModelError(f"allowed_local_media_path {str(path)!r} is not a directory")
@@ -339,6 +402,8 @@ class MediaOptions:
             )
         if not isinstance(self.media_limits, MediaLimits):
             raise ModelError("media_limits must be an instance of MediaLimits")
+        if self.mm_remote_cache is not None:
+            parse_address(self.mm_remote_cache)
 
     @property
     def capacity_bytes(self) -> int:
@@ -363,3 +428,48 @@ class MediaOptions:
         if self.allowed_local_media_path is not None:
             limits = replace(limits, allowed_local_path=Path(self.allowed_local_media_path))
         return limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeOptions:
+    """The options of an encoder that runs apart from engines, besides those that it shares."""
+
+    socket: str = option(
+        "",
+        section="encoder",
+        metavar="PATH",
+        commands=("encode",),
+        default_text="none; it must be given",
+        help="The socket to listen on. Engines get it as --encoder unix:PATH. Only processes of "
+        "the same user can use it.",
+    )
+    max_items: int = option(
+        64,
+        least=1,
+        most=4096,
+        metavar="N",
+        commands=("encode",),
+        help="The most media items at once. Engines encode more than that themselves.",
+    )
+    max_connections: int = option(
+        256,
+        least=1,
+        most=4096,
+        metavar="N",
+        commands=("encode",),
+        help="The most connections at once. Each frontend of an engine has up to 8.",
+    )
+    max_batch_embeds: int | None = option(
+        None,
+        kind="integer",
+        least=1,
+        metavar="N",
+        default_text="2048 on a CPU, 8192 on CUDA",
+        commands=("encode",),
+        help="The most embeddings that are computed together. A larger item is computed alone.",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.socket:
+            raise ModelError("an encoder needs a socket to listen on: give --socket PATH")

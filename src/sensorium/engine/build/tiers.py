@@ -2,54 +2,107 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from sensorium.engine.build.options import LoadingOptions, MediaOptions
+from sensorium.engine.encoding.wire import Identity
 from sensorium.models.checkpoint import get_weights_identity
 from sensorium.models.families import ADAPTERS
 from sensorium.models.loading import resolve_device, resolve_dtype
 from sensorium.models.recogniser import is_recogniser
 from sensorium.models.streaming import StreamingAdapter
+from sensorium.multimodal.tiers.address import parse_address
 from sensorium.multimodal.tiers.disk import DiskStore
+from sensorium.multimodal.tiers.interface import Store
 from sensorium.multimodal.tiers.tiers import MediaTiers
+from sensorium.types.errors import ModelError
 
+_PATIENCE_S = 2.0  # how long a request waits for a store that is not on this machine
 # Another version of one of these may make other tensors of a media item.
 _PACKAGES = ("sensorium", "torch", "transformers", "torchvision", "pillow", "av", "soundfile")
+# Limits that don't change what is made of an item.
+_FREE = frozenset(
+    {"deadline_s", "request_deadline_s", "process_deadline_s", "process_wait_s", "max_redirects"}
+    | {"allowed_domains", "allowed_local_path", "allow_private_addresses"}
+)
 
 
 def build_tiers(
-    loading: LoadingOptions, directory: Path, hf_config: PretrainedConfig, options: MediaOptions
+    loading: LoadingOptions,
+    directory: Path,
+    hf_config: PretrainedConfig,
+    options: MediaOptions,
+    *,
+    patience_s: float = _PATIENCE_S,
 ) -> MediaTiers | None:
     """Open the stores that the options name, or return None if they name none.
+
+    `patience_s` is how long a caller waits for one answer of a store on another machine.
 
     Encoder outputs are shared by engines with the same weights in the same type, and the same
     versions of libraries. Processed items are shared by those that process and limit them alike.
     Call this before the weights are loaded, because their files may be replaced later. Raises a
     `ModelError` if a store can't be used.
     """
-    if options.mm_disk_cache is None:
+    stores: list[Store] = []
+    if options.mm_disk_cache is not None:
+        folder = Path(options.mm_disk_cache).expanduser()
+        stores.append(DiskStore(folder, int(options.mm_disk_cache_gb * 2**30)))
+    if options.mm_remote_cache is not None:
+        stores.append(_open_remote(options.mm_remote_cache, options, patience_s))
+    if not stores:
         return None
-    disk = DiskStore(
-        Path(options.mm_disk_cache).expanduser(), int(options.mm_disk_cache_gb * 2**30)
-    )
-    dtype = resolve_dtype(loading.dtype, hf_config, resolve_device(loading.device))
-    identity = get_weights_identity(directory)
+    identity = make_identity(loading, directory, hf_config, options)
     return MediaTiers(
-        [disk],
-        model="\n".join([identity, str(dtype), *_list_versions()]),
-        processing="\n".join([*_list_versions(), *_list_limits(options)]),
+        stores,
+        model="\n".join([identity.weights, identity.dtype, *identity.versions]),
+        processing="\n".join([*identity.versions, *identity.processing]),
     )
+
+
+def make_identity(
+    loading: LoadingOptions, directory: Path, hf_config: PretrainedConfig, options: MediaOptions
+) -> Identity:
+    """Return everything that decides what encoders with these options make of a media item."""
+    dtype = resolve_dtype(loading.dtype, hf_config, resolve_device(loading.device))
+    return Identity(
+        weights=get_weights_identity(directory),
+        dtype=str(dtype),
+        versions=tuple(_list_versions()),
+        processing=tuple(_list_limits(options)),
+    )
+
+
+def _open_remote(url: str, options: MediaOptions, patience_s: float) -> Store:
+    try:
+        from sensorium.multimodal.tiers.redis import RedisStore
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            "mm_remote_cache needs the package redis, which is not installed: "
+            "pip install 'sensorium[remote]'"
+        ) from error
+    address = parse_address(url)
+    return RedisStore(address, ttl_s=options.mm_remote_cache_ttl, patience_s=patience_s)
 
 
 def _list_limits(options: MediaOptions) -> list[str]:
-    """Return all options of media that decide what is made of an item, and what is refused."""
-    own = replace(options.media_limits, allowed_domains=frozenset(), allowed_local_path=None)
-    parts = (own, options.allow_larger_media, options.mm_processor_kwargs, options.media_io_kwargs)
-    return [repr(part) for part in parts]
+    """Return all options of media that decide what is made of an item, and what is refused.
+
+    How an item is fetched, and how long that and its processing may take, changes nothing in it.
+    """
+    limits = options.media_limits
+    decisive = {
+        each.name: getattr(limits, each.name) for each in fields(limits) if each.name not in _FREE
+    } | {
+        "allow_larger_media": options.allow_larger_media,
+        "mm_processor_kwargs": options.mm_processor_kwargs,
+        "media_io_kwargs": options.media_io_kwargs,
+    }
+    return [f"{name}={value!r}" for name, value in decisive.items()]
 
 
 def _list_versions() -> list[str]:

@@ -8,37 +8,43 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
 from sensorium.core.admission import check_length
 from sensorium.engine.inputs.rendered_prompt import (
     ItemReader,
-    RenderedItem,
     read_items,
     rename_items,
+    take_items,
 )
+from sensorium.engine.inputs.switched_off import SwitchedOff
 from sensorium.grammar.compiler import GrammarCompiler
-from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, resolve_options
 from sensorium.multimodal.media import PerceptionOptions
 from sensorium.multimodal.names import UuidScope
-from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
-from sensorium.multimodal.placeholders import TextLength, expand_text, expand_token_ids
+from sensorium.multimodal.pipeline import MediaPipeline, OutlinedItem, PerceivedItem
+from sensorium.multimodal.placeholders import (
+    ExpandedPrompt,
+    LaidOutItem,
+    TextLength,
+    expand_text,
+    expand_token_ids,
+    place_items,
+)
 from sensorium.multimodal.processing.cost_guard import check_processor_kwargs
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.multimodal.processing.sound_streams import describe_stream
 from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
-from sensorium.types.errors import MissingMediaError, RequestError
+from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, Payload
 from sensorium.types.request import EngineCoreRequest, Prompt
 from sensorium.types.sampling import GenerationDefaults, SamplingParams
 from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
-_MAX_LISTED = 8  # hashes in a message; the error object lists all
 _COUNTED_CONTEXTS = 4  # the longest text that is only counted, in contexts
 _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
 
@@ -57,6 +63,20 @@ class ProcessedRequest:
     is_readonly: bool = False  # the handles belong to the read-only cache, not to the core's
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A prompt that is ready for an engine elsewhere, which perceives its media.
+
+    `items` are its media in the order of the prompt's `media`. `text` is the prompt as it was
+    before it was tokenised, if text was given.
+    """
+
+    prompt: EnginePrompt
+    params: SamplingParams
+    items: tuple[OutlinedItem, ...] = ()
+    text: str | None = None
+
+
 class ProcessKwargs(TypedDict, total=False):
     """The keyword options of `InputProcessor.process` and `InputProcessor.process_pausing`.
 
@@ -69,46 +89,6 @@ class ProcessKwargs(TypedDict, total=False):
     skip_mm_cache: bool
     needs_tensors: bool  # false, with `skip_mm_cache`: items may come without their tensors
     cancelled: Future[None] | None  # ends when the request is no longer wanted
-
-
-class SwitchedOff:
-    """A table of the modalities (image, video, audio) that this frontend refuses, with the reasons.
-
-    A reason comes either from the current engine core (`of_core`) or from this frontend's warm-up.
-    """
-
-    def __init__(self, of_core: Mapping[str, str] | None = None) -> None:
-        self._of_core = dict(of_core or {})  # modality -> reason, of the current core
-        self._own: dict[str, str] = {}  # modality -> reason, of this frontend's warm-up
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """Return a dict from each modality that is switched off to the reason for it."""
-        return {**self._of_core, **self._own}
-
-    def take_core(self, reasons: Mapping[str, str]) -> None:
-        """Replace the reasons that an earlier engine core gave with those of a new core.
-
-        Modalities that this frontend switched off with `add` stay off.
-        """
-        self._of_core = dict(reasons)
-
-    def add(self, modality: str, reason: str) -> None:
-        """Switch a modality off until this frontend ends, and log a warning with the reason."""
-        self._own[modality] = reason
-        log_switched_off(modality, reason)
-
-    def check(self, modality: str) -> None:
-        """Raise a `RequestError` with the reason if this modality is switched off."""
-        reason = self.reasons.get(modality)
-        if reason is not None:
-            raise RequestError(f"{modality} is switched off on this server: {reason}")
-
-
-def log_switched_off(modality: str, reason: str) -> None:
-    """Log a warning that a modality is switched off, with the reason, all in one line."""
-    line = " ".join(reason.split())
-    logger.warning("%s is switched off, and requests with it are refused: %s", modality, line)
 
 
 class InputProcessor:
@@ -257,6 +237,39 @@ class InputProcessor:
             is_readonly=pipeline is not self.pipeline,
         )
 
+    def outline_pausing(
+        self,
+        prompt: Prompt | EnginePrompt,
+        params: SamplingParams,
+        *,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[Outline]:
+        """Prepare a prompt for an engine elsewhere, and decode nothing.
+
+        Its media is fetched and named. If all of it can be laid out by headers, the prompt is
+        expanded and tokenised. This generator pauses while media is fetched. Raise a `RequestError`
+        with the path of the field that is wrong.
+        """
+        self._check_grammar(params)
+        read = read_prompt(prompt, max_model_len=self.max_model_len)
+        if read.text is not None:
+            self.check_text(read.text)
+        if read.rendered is not None:
+            return Outline(prompt=read, params=params)
+        self._check_counts([item.modality for item in read.media])
+        items = yield from self.readonly.outline_pausing(
+            read.media, self._get_options(read), cancelled=cancelled
+        )
+        loaded = replace(read, media=tuple(item.item for item in items))
+        if any(item.layout is None for item in items):
+            return Outline(prompt=loaded, params=params, items=tuple(items), text=read.text)
+        token_ids, features = self._place(read, items, is_counted_only=False)
+        if self.max_model_len is not None:
+            check_length(len(token_ids), self.max_model_len)
+        positions = tuple((each.modality, each.mm_position) for each in features)
+        expanded = replace(loaded, text=None, token_ids=token_ids, positions=positions)
+        return Outline(prompt=expanded, params=params, items=tuple(items), text=read.text)
+
     def check_text(self, text: str, *, is_counted_only: bool = False) -> None:
         """Raise a `RequestError` if a text, not tokenised yet, is too long for the model's context.
 
@@ -315,28 +328,35 @@ class InputProcessor:
             needs_tensors=needs_tensors,
             cancelled=cancelled,
         )
-        handles = [item.handle for item in items]
-        is_counted_only = not needs_tensors
         try:
-            if prompt.text is not None:
-                token_ids, features = expand_text(
-                    self.processor,
-                    prompt.text,
-                    handles,
-                    add_special_tokens=prompt.add_special_tokens,
-                    check_length=partial(self.check_text, is_counted_only=is_counted_only),
-                )
-            else:
-                token_ids, features = expand_token_ids(
-                    self.processor,
-                    prompt.token_ids,
-                    handles,
-                    max_tokens=self.get_max_tokens(is_counted_only=is_counted_only),
-                )
+            token_ids, features = self._place(
+                prompt, [item.handle for item in items], is_counted_only=not needs_tensors
+            )
         except BaseException:
             pipeline.release(items)
             raise
         return token_ids, features, items
+
+    def _place(
+        self, prompt: EnginePrompt, items: Sequence[LaidOutItem], *, is_counted_only: bool
+    ) -> ExpandedPrompt:
+        """Return the token ids of a prompt with placeholders for its media, and their places."""
+        if prompt.positions is not None:
+            return list(prompt.token_ids), place_items(items, prompt.positions)
+        if prompt.text is not None:
+            return expand_text(
+                self.processor,
+                prompt.text,
+                items,
+                add_special_tokens=prompt.add_special_tokens,
+                check_length=partial(self.check_text, is_counted_only=is_counted_only),
+            )
+        return expand_token_ids(
+            self.processor,
+            prompt.token_ids,
+            items,
+            max_tokens=self.get_max_tokens(is_counted_only=is_counted_only),
+        )
 
     def _expand_rendered(
         self, prompt: EnginePrompt, rendered: RenderedMedia, pipeline: MediaPipeline
@@ -352,7 +372,7 @@ class InputProcessor:
             )
         items: list[PerceivedItem] = []
         try:
-            _take_items(pipeline.cache, entries, items)
+            take_items(pipeline.cache, entries, items)
         except BaseException:
             pipeline.release(items)
             raise
@@ -453,44 +473,3 @@ class InputProcessor:
                 raise RequestError(
                     f"there are {count} {modality} items, but limit_mm_per_prompt allows {limit}"
                 )
-
-
-def _take_items(
-    cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
-) -> None:
-    """Look up a rendered prompt's media items in the cache, and append their handles to `items`.
-
-    Items that came with tensors are stored if the cache lacks them. Raise a `MissingMediaError` if
-    items came without tensors and are not cached, and a `RequestError` if a cached item does not
-    fit its placeholder. After an error too, the caller must release the handles that were appended.
-    """
-    missing: dict[str, None] = {}
-    for entry in entries:
-        handle = cache.get_and_update_item(entry.feature.mm_hash, entry.item, needs_layout=False)
-        if handle is None:
-            missing[entry.given_hash] = None
-            continue
-        items.append(
-            PerceivedItem(
-                handle=handle, path=entry.path, brought=entry.item, given_hash=entry.given_hash
-            )
-        )
-        if handle.modality != entry.feature.modality:
-            raise RequestError(
-                f"its hash belongs to another item, of modality {handle.modality}", entry.path
-            )
-        num_embeds = entry.feature.mm_position.get_num_embeds()
-        if handle.layout is not None and handle.layout.num_embeds != num_embeds:
-            raise RequestError(
-                f"its hash belongs to a cached item of {handle.layout.num_embeds} embeddings, but "
-                f"the placeholder has room for {num_embeds}",
-                entry.path,
-            )
-    if missing:
-        first = ", ".join(list(missing)[:_MAX_LISTED])
-        more = ", …" if len(missing) > _MAX_LISTED else ""
-        raise MissingMediaError(
-            f"{len(missing)} media item(s) came without tensors and are not in the cache, so send "
-            f"their tensors too: {first}{more}",
-            tuple(missing),
-        )

@@ -20,10 +20,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from sensorium.engine.inputs.renderer import Chat, Prepared, Renderer
+from sensorium.engine.inputs.input_processor import Outline
+from sensorium.engine.inputs.renderer import AnyPrompt, Chat, Prepared, Renderer
 from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.render.prompts import EnginePrompt
 from sensorium.types.errors import StoppingError
-from sensorium.types.request import Prompt
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing
 
@@ -57,7 +58,7 @@ class Preparation:
     async def prepare(
         self,
         request_id: str,
-        prompt: Prompt | Chat,
+        prompt: AnyPrompt,
         params: SamplingParams,
         *,
         skip_mm_cache: bool = False,
@@ -86,6 +87,20 @@ class Preparation:
             drop=lambda unwanted: inputs.release(unwanted.processed),
         )
         return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
+
+    async def outline(self, prompt: AnyPrompt, params: SamplingParams) -> Outline:
+        """Prepare a prompt or a conversation for an engine elsewhere, in a thread.
+
+        `InputProcessor.outline_pausing` explains the result and the errors.
+        """
+        cancelled = Future[None]()
+
+        def begin() -> Pausing[Outline]:
+            return (yield from self._renderer.outline_pausing(prompt, params, cancelled=cancelled))
+
+        threads = self._threads[_choose_group(prompt, params)]
+        outline, _ = await self._run(begin(), threads, cancelled, drop=lambda _: None)
+        return outline
 
     async def perceive_again(self, item: PerceivedItem) -> PerceivedItem:
         """Process a media item again, because the engine core has lost its tensors.
@@ -227,7 +242,7 @@ def _clean_up(ended: Future[_Step[T]], work: Pausing[T], drop: Callable[[T], Non
     work.close()
 
 
-def _choose_group(prompt: Prompt | Chat, params: SamplingParams) -> str:
+def _choose_group(prompt: AnyPrompt, params: SamplingParams) -> str:
     """Return the name of the thread pool for a prompt: "media", "grammar", "long" or "text"."""
     if _has_media(prompt):
         return "media"
@@ -237,7 +252,7 @@ def _choose_group(prompt: Prompt | Chat, params: SamplingParams) -> str:
     return "long" if _is_long(prompt) else "text"
 
 
-def _is_long(prompt: Prompt | Chat) -> bool:
+def _is_long(prompt: AnyPrompt) -> bool:
     """Return whether a prompt's text is so long that tokenising it takes much time.
 
     Characters are counted only until the limit is passed. Token ids are never long.
@@ -261,7 +276,7 @@ def _iterate_contents(chat: Chat) -> Iterator[object]:
     return (m.get("content") for m in messages if isinstance(m, Mapping))
 
 
-def _has_media(prompt: Prompt | Chat) -> bool:
+def _has_media(prompt: AnyPrompt) -> bool:
     """Return whether a prompt seems to have media items.
 
     A malformed prompt raises no error here, because it is refused later, when it is read.
@@ -270,6 +285,8 @@ def _has_media(prompt: Prompt | Chat) -> bool:
         contents = (c for c in _iterate_contents(prompt) if isinstance(c, list))
         parts = (part for content in contents for part in content)
         return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    if isinstance(prompt, EnginePrompt):
+        return bool(prompt.media or prompt.rendered)
     return isinstance(prompt, Mapping) and bool(
         prompt.get("multi_modal_data") or prompt.get("multi_modal_uuids") or prompt.get("mm_hashes")
     )

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.names import BoundSource, MediaHasher, UuidBindings, UuidScope
+from sensorium.multimodal.pipeline import PerceivedItem
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.prompts import RenderedMedia
-from sensorium.types.errors import FieldPath, RequestError, at
+from sensorium.types.errors import FieldPath, MissingMediaError, RequestError, at
 from sensorium.types.multimodal import (
     ItemLayout,
     MultiModalFeatureSpec,
@@ -32,6 +34,7 @@ from sensorium.types.multimodal import (
 )
 
 MAX_HASH_LENGTH = 128
+_MAX_LISTED = 8  # hashes in a message; the error object lists all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,3 +343,44 @@ def rename_items(
 def _digest(item: ProcessedItem, hasher: MediaHasher) -> str:
     layout = None if item.layout is None else asdict(item.layout)
     return hasher.digest_source({"tensors": item.kwargs, "layout": layout})
+
+
+def take_items(
+    cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
+) -> None:
+    """Look up a rendered prompt's media items in the cache, and append their handles to `items`.
+
+    Items that came with tensors are stored if the cache lacks them. Raise a `MissingMediaError` if
+    items came without tensors and are not cached, and a `RequestError` if a cached item does not
+    fit its placeholder. After an error too, the caller must release the handles that were appended.
+    """
+    missing: dict[str, None] = {}
+    for entry in entries:
+        handle = cache.get_and_update_item(entry.feature.mm_hash, entry.item, needs_layout=False)
+        if handle is None:
+            missing[entry.given_hash] = None
+            continue
+        items.append(
+            PerceivedItem(
+                handle=handle, path=entry.path, brought=entry.item, given_hash=entry.given_hash
+            )
+        )
+        if handle.modality != entry.feature.modality:
+            raise RequestError(
+                f"its hash belongs to another item, of modality {handle.modality}", entry.path
+            )
+        num_embeds = entry.feature.mm_position.get_num_embeds()
+        if handle.layout is not None and handle.layout.num_embeds != num_embeds:
+            raise RequestError(
+                f"its hash belongs to a cached item of {handle.layout.num_embeds} embeddings, but "
+                f"the placeholder has room for {num_embeds}",
+                entry.path,
+            )
+    if missing:
+        first = ", ".join(list(missing)[:_MAX_LISTED])
+        more = ", …" if len(missing) > _MAX_LISTED else ""
+        raise MissingMediaError(
+            f"{len(missing)} media item(s) came without tensors and are not in the cache, so send "
+            f"their tensors too: {first}{more}",
+            tuple(missing),
+        )

@@ -10,12 +10,18 @@ import copy
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
-from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest, ProcessKwargs
+from sensorium.engine.inputs.input_processor import (
+    InputProcessor,
+    Outline,
+    ProcessedRequest,
+    ProcessKwargs,
+)
 from sensorium.multimodal.processing.sound_streams import SoundStream, StreamedSoundProcessor
 from sensorium.render.messages import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
@@ -61,6 +67,9 @@ class Chat:
     fields: TextPrompt  # fields for the prompt that is rendered
     # Changes the parameters to fit the rendered prompt, which is text or token ids.
     adapt_params: AdaptParams | None = None
+
+
+AnyPrompt = Prompt | EnginePrompt | Chat
 
 
 def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
@@ -111,7 +120,7 @@ class Renderer:
 
     def render(
         self,
-        prompt: Prompt | Chat,
+        prompt: AnyPrompt,
         params: SamplingParams,
         *,
         request_id: str = "",
@@ -125,7 +134,7 @@ class Renderer:
 
     def render_pausing(
         self,
-        prompt: Prompt | Chat,
+        prompt: AnyPrompt,
         params: SamplingParams,
         *,
         request_id: str = "",
@@ -151,6 +160,22 @@ class Renderer:
         processed = yield from self.inputs.process_pausing(request_id, rendered, params, **options)
         stages["perceive"] = time.monotonic() - started
         return Prepared(processed=processed, stages=stages)
+
+    def outline_pausing(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams,
+        *,
+        cancelled: Future[None] | None = None,
+    ) -> Pausing[Outline]:
+        """Prepare a prompt or conversation for an engine elsewhere, and decode nothing.
+
+        `InputProcessor.outline_pausing` explains the result. This generator pauses for media.
+        """
+        if isinstance(prompt, Chat):
+            rendered, params = self._render_chat(prompt, params, is_counted_only=False)
+            return self.inputs.outline_pausing(rendered, params, cancelled=cancelled)
+        return self.inputs.outline_pausing(prompt, params, cancelled=cancelled)
 
     def begin_stream(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None

@@ -52,7 +52,7 @@ class AsyncTranscriber:
 
     async def transcribe(
         self,
-        media: bytes,
+        media: bytes | MediaBytes,
         options: SpeechOptions,
         *,
         request_id: str,
@@ -82,8 +82,9 @@ class AsyncTranscriber:
                 sound.release()
         yield step
 
-    async def _open(self, media: bytes, scope: PromptScope) -> SoundSource:
-        item = MediaItem(path=_FIELD, modality=_MODALITY, media=MediaBytes(media))
+    async def _open(self, media: bytes | MediaBytes, scope: PromptScope) -> SoundSource:
+        source = media if isinstance(media, MediaBytes) else MediaBytes(media)
+        item = MediaItem(path=_FIELD, modality=_MODALITY, media=source)
 
         def begin(pipeline: MediaPipeline, cancelled: Future[None]) -> Pausing[SoundSource]:
             return self._model.open_pausing(

@@ -76,7 +76,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+        self.connection = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
 
@@ -104,15 +104,15 @@ class Channel:
         prefix = _PREFIX.pack(len(frame), is_mapped, num_bytes)
         self._set_deadline(deadline)
         if not is_mapped:
-            self._connection.sendall(b"".join((prefix, frame, *views)))
+            self.connection.sendall(b"".join((prefix, frame, *views)))
             return
         descriptor = _make_block(views, num_bytes)
         try:
             content = prefix + frame
-            num_sent = socket.send_fds(self._connection, [content], [descriptor])
+            num_sent = socket.send_fds(self.connection, [content], [descriptor])
         finally:
             os.close(descriptor)
-        self._connection.sendall(memoryview(content)[num_sent:])
+        self.connection.sendall(memoryview(content)[num_sent:])
 
     def receive(
         self,
@@ -143,10 +143,10 @@ class Channel:
             return frame, map_block(descriptors[0], num_bytes)
 
     def close(self) -> None:
-        self._connection.close()
+        self.connection.close()
 
     def _set_deadline(self, deadline: float | None) -> None:
-        self._connection.settimeout(None if deadline is None else get_remaining(deadline))
+        self.connection.settimeout(None if deadline is None else get_remaining(deadline))
 
     def _receive_prefix(self, deadline: float | None, stack: ExitStack) -> tuple[bytes, list[int]]:
         """Return the prefix of a message, and the file descriptors that came with it.
@@ -155,7 +155,7 @@ class Channel:
         descriptors.
         """
         self._set_deadline(deadline)
-        prefix, ancillary, flags, _ = self._connection.recvmsg(
+        prefix, ancillary, flags, _ = self.connection.recvmsg(
             _PREFIX.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
         )
         descriptors = [
@@ -176,7 +176,7 @@ class Channel:
         rest = memoryview(content)
         while rest:
             self._set_deadline(deadline)
-            num_received = self._connection.recv_into(rest)
+            num_received = self.connection.recv_into(rest)
             if num_received == 0:
                 raise ChannelError("the other process has closed the connection")
             rest = rest[num_received:]

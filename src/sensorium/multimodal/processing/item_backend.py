@@ -296,7 +296,7 @@ class FinishedItem:
 
     result: ProcessedItem | ShmReference
     times: ItemTimes  # how long its stages took, in any process
-    is_stored: bool = False  # it was not processed now, but loaded from a tier
+    is_stored: bool = False  # it need not be kept in a tier: it came from there, or is encoded
 
 
 class ItemBackend(Protocol):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import re
@@ -28,13 +27,11 @@ from io import FileIO
 from pathlib import Path
 from uuid import uuid4
 
+from sensorium.multimodal.tiers.heads import HEAD_BYTES, make_head
 from sensorium.multimodal.tiers.interface import StoreStatistics
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
-_MAGIC = b"sensorium entry1"
-_HEAD_BYTES = 64  # the magic, the checksum, zeros; what follows is aligned for tensors
-_CHECKSUM_BYTES = 32
 _TAKEN = "taken"  # the file with the number of bytes that are taken, and the writers' lock
 _ENTRY = ".entry"  # the end of the names of all entries
 _UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")  # files that are being written
@@ -60,8 +57,9 @@ class DiskStore:
     def __init__(self, directory: Path, capacity_bytes: int) -> None:
         """Create the directory if it is missing, readable for its owner only.
 
-        What killed writers have left there is removed, and so are entries beyond the capacity.
-        Raise `ModelError` if the directory can't be used.
+        What killed writers have left there is removed, and so are entries beyond the capacity. If
+        others hold the lock for long, that is left to the first entry that does not fit. Raise
+        `ModelError` if the directory can't be used.
         """
         self._directory = directory
         self._capacity_bytes = capacity_bytes
@@ -70,6 +68,8 @@ class DiskStore:
         try:
             with self._locked() as lock:
                 self._write_taken(lock, self._shrink(capacity_bytes))
+        except TimeoutError:  # all processes of a server list a large directory when they start
+            logger.info("the disk cache of media in %s is in use, and not checked now", directory)
         except OSError as error:
             raise ModelError(
                 f"the directory for the disk cache of media, {str(directory)!r}, can't be used: "
@@ -100,8 +100,11 @@ class DiskStore:
         return content
 
     def has(self, name: str) -> bool:
-        """Return whether there is an entry of this name, which may be damaged."""
-        return self._get_path(name).exists()
+        """Return whether there is an entry of this name, which may be damaged.
+
+        If the disk can't tell, there is none.
+        """
+        return _exists(self._get_path(name))
 
     def touch(self, name: str) -> None:
         """Mark an entry as used, if there is one."""
@@ -111,8 +114,8 @@ class DiskStore:
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Write an entry, if it fits and is not there yet, and return whether it was written."""
         path = self._get_path(name)
-        num_bytes = _HEAD_BYTES + sum(len(part) for part in parts)
-        if time.monotonic() < self._paused_until or path.exists():
+        num_bytes = HEAD_BYTES + sum(len(part) for part in parts)
+        if time.monotonic() < self._paused_until or _exists(path):
             return False
         try:
             return self._write(path, name, parts, num_bytes)
@@ -130,7 +133,7 @@ class DiskStore:
             return False
         with open(file, "wb") as writer:
             try:
-                writer.write(_make_head(name, parts))
+                writer.write(make_head(name, parts))
                 for part in parts:
                     writer.write(part)
                 writer.flush()
@@ -275,6 +278,14 @@ class _DamagedError(Exception):
     """A file is not what was written under its name."""
 
 
+def _exists(path: Path) -> bool:
+    try:
+        path.lstat()
+    except OSError:  # `Path.exists` raises errors of the disk
+        return False
+    return True
+
+
 def _describe(entry: os.DirEntry[str]) -> Iterator[_FoundFile]:
     with suppress(FileNotFoundError):
         found = entry.stat(follow_symlinks=False)
@@ -318,11 +329,11 @@ def _read(path: Path, name: str, max_bytes: int) -> bytearray:
         raise
     try:
         found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or not _HEAD_BYTES <= found.st_size <= max_bytes:
+        if not stat.S_ISREG(found.st_mode) or not HEAD_BYTES <= found.st_size <= max_bytes:
             raise _DamagedError
-        head = os.read(file, _HEAD_BYTES)
-        content = bytearray(found.st_size - _HEAD_BYTES)
-        if _read_into(file, content) != len(content) or head != _make_head(name, [content]):
+        head = os.read(file, HEAD_BYTES)
+        content = bytearray(found.st_size - HEAD_BYTES)
+        if _read_into(file, content) != len(content) or head != make_head(name, [content]):
             raise _DamagedError
         with suppress(OSError):  # a directory that can only be read serves all the same
             os.utime(file)
@@ -337,10 +348,3 @@ def _read_into(file: int, content: bytearray) -> int:
         while count < len(view) and (num_read := reader.readinto(view[count:])):
             count += num_read
     return count
-
-
-def _make_head(name: str, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    digest = hashlib.blake2b(name.encode(), digest_size=_CHECKSUM_BYTES)
-    for part in parts:
-        digest.update(part)
-    return (_MAGIC + digest.digest()).ljust(_HEAD_BYTES, b"\0")

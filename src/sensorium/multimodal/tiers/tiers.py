@@ -162,7 +162,7 @@ class MediaTiers:
     ) -> None:
         if PRECOMPUTED in tensors or ENCODED in tensors:
             return
-        small = {name: each for name, each in tensors.items() if _is_small(each)}
+        small = {name: each for name, each in tensors.items() if is_small(each)}
         large = {name: each for name, each in tensors.items() if name not in small}
         if large:
             self._put(_name(mm_hash, self._tensors), _encode(large))
@@ -180,7 +180,8 @@ class MediaTiers:
         is_ready = None
         if encoded.is_cuda:
             is_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            is_ready.record()
+            # The stream of its own device, which need not be the current device of this thread.
+            is_ready.record(torch.cuda.current_stream(encoded.device))
 
         def write() -> None:
             name = _name(mm_hash, self._encoded)
@@ -210,8 +211,11 @@ class MediaTiers:
         name = _name(mm_hash, part)
         for index, store in enumerate(self._stores):
             content = store.get(name)
-            entry = None if content is None else _decode(content)
-            if content is None or entry is None:
+            if content is None:
+                continue
+            entry = _decode(content)
+            if entry is None:
+                store.remove(name)  # else it would be in the way of one that can be read
                 continue
             for earlier in self._stores[:index]:
                 put = partial(earlier.put, name, [memoryview(content)])
@@ -226,7 +230,11 @@ def _make_item(mm_hash: str, head: _Head, tensors: MultiModalKwargsItem) -> Proc
     )
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
+def is_small(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of an item is kept beside its encoder output.
+
+    That is so for all whole numbers, because positions depend on them, and for small tensors.
+    """
     return tensor.nbytes <= _SMALL_BYTES or not tensor.is_floating_point()
 
 
@@ -254,17 +262,17 @@ def _encode(
 
 
 def _decode(content: bytearray) -> tuple[_Head, dict[str, torch.Tensor]] | None:
-    """Return the head and the tensors of an entry, or None if it is of another version.
+    """Return the head and the tensors of an entry, or None if it can't be decoded.
 
-    A store has checked that the entry is as it was written. But another version may have written
-    it.
+    A store has checked that the entry is as it was written. But something else than this version
+    may have written it.
     """
     size = int.from_bytes(content[:8], "little")
     start = -(-(size + 8) // ALIGNMENT) * ALIGNMENT
     try:
         head = _decoder.decode(memoryview(content)[8 : 8 + size])
         return head, dict(decode_block(head.tensors, memoryview(content)[start:]))
-    except (msgspec.MsgspecError, RequestError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RequestError):
         return None
 
 

@@ -45,12 +45,14 @@ async def get_version(_: Request, context: Context) -> Response:
 
 
 async def get_load(_: Request, context: Context) -> Response:
-    load = await asyncio.to_thread(context.metrics.get_load)
+    others = await context.metrics.read_others()
+    load = await asyncio.to_thread(context.metrics.get_load, others)
     return JSONResponse({"server_load": load})
 
 
 async def get_metrics(_: Request, context: Context) -> Response:
-    body, content_type = await asyncio.to_thread(context.metrics.render)
+    others = await context.metrics.read_others()
+    body, content_type = await asyncio.to_thread(context.metrics.render, others)
     return Response(body, headers={"content-type": content_type})
 
 

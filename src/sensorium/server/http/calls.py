@@ -237,6 +237,7 @@ class Call(Generic[_Generating]):
     # index of a prompt that has ended -> its output, and of one that has begun -> its clock
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     clocks: dict[int, RequestClock] = field(default_factory=dict)
+    is_whole: bool = False  # the answer is sent when it is complete, not piece by piece
 
     @property
     def num_top(self) -> int:
@@ -267,6 +268,7 @@ class Call(Generic[_Generating]):
 
     async def finish(self) -> list[RequestOutput]:
         """Run all prompts to their end, and return their outputs in the order of the prompts."""
+        self.is_whole = True
         async with aclosing(self.run()) as deltas:
             async for _ in deltas:
                 pass
@@ -281,7 +283,11 @@ class Call(Generic[_Generating]):
         self.clocks[index] = clock
         request_id = self.id if len(self.prompts) == 1 else f"{self.id}-{index}"
         deltas = self.context.engine.stream(
-            self.prompts[index], self.params, request_id=request_id, group=self.group
+            self.prompts[index],
+            self.params,
+            request_id=request_id,
+            group=self.group,
+            may_repeat=self.is_whole,
         )
         end: FinishReason | None = FinishReason.ABORT  # the reason if the loop below is left early
         try:

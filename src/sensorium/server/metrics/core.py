@@ -13,7 +13,8 @@ from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.multimodal.cache.interface import CacheStatistics
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.multimodal.tiers.tiers import MediaTiers
-from sensorium.server.metrics.metric_set import MetricSet, Totals
+from sensorium.server.metrics.metric_set import MetricSet
+from sensorium.server.metrics.totals import Totals
 from sensorium.types.request import EngineCoreOutput, FinishReason
 from sensorium.types.scheduling import StepMode
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from sensorium.server.metrics.clock import RequestClock
-from sensorium.server.metrics.metric_set import MetricSet, Totals
+from sensorium.server.metrics.metric_set import MetricSet
 from sensorium.server.metrics.realtime import SessionClock
 from sensorium.server.metrics.shared_files import Files, Values, get_directory, render
+from sensorium.server.metrics.totals import Totals
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
@@ -93,6 +95,9 @@ class FrontendMetrics:
         self._sync_caches(perception.caches)
         if perception.tiers is not None:
             self._totals.follow_tiers(perception.tiers, with_contents=False)
+        if perception.apart is not None:
+            for outcome, count in perception.apart.backend.get_counts().items():
+                self._totals.follow("sensorium:apart_items_total", count, outcome)
         self._sync_loader(perception.loader.statistics())
         joined = perception.pipeline.flights.num_joined
         self._totals.follow("sensorium:items_joined_total", joined)
@@ -146,14 +151,24 @@ class FrontendMetrics:
 
     # ---- reading the metrics of all processes
 
-    def render(self) -> tuple[bytes, str]:
-        """Return the body and the content type of `GET /metrics`, for all processes together."""
-        return render(self._get_source("*.db"))
+    async def read_others(self) -> Sequence[bytes]:
+        """Return what processes have counted that don't write into the files of this machine.
 
-    def get_load(self) -> int:
+        A server has none.
+        """
+        return ()
+
+    def render(self, others: Sequence[bytes] = ()) -> tuple[bytes, str]:
+        """Return the body and the content type of `GET /metrics`, for all processes together.
+
+        `others` is the result of `read_others`.
+        """
+        return render(self._get_source("*.db", others))
+
+    def get_load(self, others: Sequence[bytes] = ()) -> int:
         """Return the number of HTTP requests in flight in all frontends together."""
-        return round(Values(self._get_source("gauge_*.db")).get(_IN_FLIGHT))
+        return round(Values(self._get_source("gauge_*.db", others)).get(_IN_FLIGHT))
 
-    def _get_source(self, pattern: str) -> Collector:
+    def _get_source(self, pattern: str, others: Sequence[bytes]) -> Collector:  # noqa: ARG002
         directory = get_directory()
         return self._metrics.registry if directory is None else Files(directory, pattern)

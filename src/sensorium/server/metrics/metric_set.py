@@ -12,18 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import ITEM_STAGES, TIERS
+from sensorium.types.multimodal import APART_OUTCOMES, ITEM_STAGES, TIERS
 from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import StepMode
-
-if TYPE_CHECKING:
-    from sensorium.multimodal.cache.interface import CacheStatistics
-    from sensorium.multimodal.tiers.tiers import MediaTiers
 
 _ENGINE = "0"  # the label of vLLM's data-parallel engines; there is only one here
 
@@ -259,8 +255,11 @@ DEFINITIONS = (
         how=("encoded", "loaded"),
     ),
     _count(
-        "sensorium:items_joined_total", "Media items that another request was already processing."
+        "sensorium:apart_items_total",
+        "Media items that were meant for the encoder apart, by what became of them.",
+        outcome=APART_OUTCOMES,
     ),
+    _count("sensorium:items_joined_total", "Media items that another request was processing."),
     _count("sensorium:media_fetches_total", "Requests to hosts of media."),
     _count("sensorium:media_bytes_fetched_total", "Bytes of media that came from hosts."),
     _count(
@@ -316,6 +315,20 @@ DEFINITIONS = (
         "sensorium:refused_requests_total",
         "Requests that were answered with an error, by reason.",
         reason=_REFUSAL_REASONS,
+    ),
+    _count(
+        "sensorium:scale_requests_total",
+        "Calls of engines that were placed by a key, in a cluster.",
+    ),
+    _count(
+        "sensorium:scale_spills_total",
+        "Calls that did not go to the home of their key, because that had too much to do.",
+    ),
+    _count(
+        "sensorium:scale_retries_total",
+        "Calls of engines that were repeated: their engine was lost, it lacked a file, or another "
+        "one knows the media.",
+        reason=("lost", "missing", "moved"),
     ),
     _histogram(
         "sensorium:event_loop_lag_seconds",
@@ -427,70 +440,3 @@ def _get_common_labels(name: str, model_name: str) -> dict[str, str]:
     if name.startswith("vllm:"):
         return {"model_name": model_name, "engine": _ENGINE}
     return {"model_name": model_name} if name.startswith("sensorium:") else {}
-
-
-class Totals:
-    """A set of Prometheus counters that follow totals that other code counts.
-
-    A Prometheus counter can only be increased. So each call adds what a total has grown by since
-    the last call.
-    """
-
-    def __init__(self, metrics: MetricSet) -> None:
-        self._metrics = metrics
-        self._seen: dict[tuple[str, ...], int] = {}  # name and labels -> total at the last call
-
-    def follow(self, name: str, total: int, *label_values: str, is_foreign: bool = False) -> None:
-        """Increase a counter by what `total` has grown by since the last call.
-
-        At the first call all of `total` is added. With `is_foreign` nothing is added at the first
-        call, because earlier processes have counted that part and have written it to their metrics.
-        """
-        key = (name, *label_values)
-        seen = self._seen.get(key, total if is_foreign else 0)
-        self._seen[key] = total
-        if total > seen:
-            self._metrics.counter(name, *label_values).inc(total - seen)
-
-    def follow_level(self, level: str, statistics: CacheStatistics) -> None:
-        """Write the queries, hits, evictions and contents of one level of caching.
-
-        `level` is one of `_CACHE_LEVELS`, such as "processor" or "prefix".
-        """
-        self.follow_look_ups(level, statistics)
-        self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
-        self.set_contents(level, statistics)
-
-    def follow_look_ups(self, level: str, statistics: CacheStatistics) -> None:
-        """Write the queries and hits of one level of caching, such as "processor" or "prefix"."""
-        self.follow("sensorium:cache_queries_total", statistics.num_queries, level)
-        self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
-
-    def follow_tiers(self, tiers: MediaTiers, *, with_contents: bool) -> None:
-        """Write the counts of the tiers of this process.
-
-        All processes of a server share the contents of a tier, so that only one of them writes
-        these.
-        """
-        for level, statistics in tiers.statistics().items():
-            self.follow_look_ups(level, statistics)
-            self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
-            self.follow("sensorium:tier_writes_total", statistics.num_writes, level)
-            for fault, count in (
-                ("damaged", statistics.num_damaged),
-                ("failed", statistics.num_errors),
-                ("dropped", tiers.writer.num_dropped),
-            ):
-                self.follow("sensorium:tier_faults_total", count, level, fault)
-            if with_contents:
-                self.set_contents(level, statistics)
-
-    def set_contents(self, level: str, statistics: CacheStatistics) -> None:
-        """Write how much one level of caching, such as "processor", holds at this moment.
-
-        This sets the gauges of its items, of its bytes, and of its capacity in bytes.
-        """
-        gauge = self._metrics.gauge
-        gauge("sensorium:cache_items", level).set(statistics.num_items)
-        gauge("sensorium:cache_bytes", level).set(statistics.num_bytes)
-        gauge("sensorium:cache_capacity_bytes", level).set(statistics.capacity_bytes)

@@ -20,13 +20,17 @@ from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.build.builder import resolve_string_limit
 from sensorium.engine.build.config import resolve_context
 from sensorium.engine.build.frontend import (
+    Caches,
     Checkpoint,
+    Frontend,
+    MakeEncoder,
     Perception,
     build_caches,
     build_frontend,
     build_readonly_caches,
     read_checkpoint,
 )
+from sensorium.engine.build.options import MediaOptions
 from sensorium.engine.build.tiers import build_tiers
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
@@ -94,59 +98,52 @@ class FrontendApp:
     perception: Perception
     answers: AnswerFormat
     info: CoreInfo | None  # stands for that of a core, if the server has none
-    speech: SpeechModel[Any] | None  # None: the model is no speech model, or never run
+    speech: SpeechModel[Any] | None  # None: the model is no speech model
     has_chat: bool
 
 
-def build_frontend_app(start: StartFrontend) -> FrontendApp:
+def build_frontend_app(
+    options: ServeOptions,
+    *,
+    identity: str,
+    index: int = 0,
+    shm_fd: int | None = None,
+    make_engine: Callable[..., AsyncEngine] = AsyncEngine,
+    make_encoder: MakeEncoder | None = None,
+) -> FrontendApp:
     """Build all parts of a frontend that do not depend on the core, while the core still loads.
 
-    The default sampling parameters depend on the core, and are set when the core is ready. Raises a
-    `SensoriumError` if a file of the model can't be used.
+    The default sampling parameters depend on the core, and are set when the core is ready.
+    `StartFrontend` explains the first arguments. `make_engine` is called like `AsyncEngine`, and
+    `make_encoder` connects to an encoder apart. Raises a `SensoriumError` if a file of the model
+    can't be used.
     """
     adopt_library_logs()
-    options, engine_options, media = start.options, start.options.engine, start.options.media
+    engine_options, media = options.engine, options.media
     loading = replace(options.loading, use_tqdm_on_load=False)
     with blame_checkpoint(options.model):
         checkpoint = read_checkpoint(loading)
         string_limit = resolve_string_limit(engine_options, checkpoint)
-        store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
         is_alone = options.is_render_only
         frontend = build_frontend(
             loading,
             checkpoint,
             media,
-            build_readonly_caches(media) if is_alone else build_caches(media, store),
+            build_readonly_caches(media) if is_alone else _open_caches(media, shm_fd),
             tiers=build_tiers(loading, checkpoint.directory, checkpoint.hf_config, media),
             starts_early=True,
             warm_modalities=engine_options.allowed_modalities if options.warmup else (),
+            make_encoder=make_encoder,
         )
-        inputs = InputProcessor(
-            frontend.processor,
-            pipeline=frontend.perception.pipeline,
-            readonly=frontend.perception.readonly,
-            defaults=GenerationDefaults(),
-            limit_mm_per_prompt=engine_options.limit_mm_per_prompt,
-            mm_processor_kwargs=media.mm_processor_kwargs,
-            media_io_kwargs=media.media_io_kwargs,
-            trust_injected=options.trust_injected,
-            seed=engine_options.seed + start.index,
-            max_string_length=string_limit,
-        )
+        inputs = _make_inputs(options, frontend, seed=engine_options.seed + index)
         info = make_render_info(options, checkpoint) if is_alone else None
     template = load_chat_template(options.chat_template)
-    engine = AsyncEngine(
-        inputs, frontend.perception, identity=start.identity, chat_template=template
-    )
+    engine = make_engine(inputs, frontend.perception, identity=identity, chat_template=template)
     answers = _make_answer_format(
         options, frontend.processor, template, max_string_length=string_limit
     )
     if options.warmup:
-        report_step("warming up")
-        warm_up(engine.renderer)  # before the pool starts, so that this process itself is warmed up
-        # The first check of each kind of request prepares for those after it.
-        check({"messages": []}, ChatCompletionRequest)
-        check({"prompt": ""}, CompletionRequest)
+        _warm_up(engine)
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
@@ -155,9 +152,37 @@ def build_frontend_app(start: StartFrontend) -> FrontendApp:
         perception=frontend.perception,
         answers=answers,
         info=info,
-        speech=None if is_alone else read_speech_model(frontend, chat_template=template),
+        speech=read_speech_model(frontend, chat_template=template),
         has_chat=can_chat(frontend.processor.beside),
     )
+
+
+def _make_inputs(options: ServeOptions, frontend: Frontend, *, seed: int) -> InputProcessor:
+    return InputProcessor(
+        frontend.processor,
+        pipeline=frontend.perception.pipeline,
+        readonly=frontend.perception.readonly,
+        defaults=GenerationDefaults(),
+        limit_mm_per_prompt=options.engine.limit_mm_per_prompt,
+        mm_processor_kwargs=options.media.mm_processor_kwargs,
+        media_io_kwargs=options.media.media_io_kwargs,
+        trust_injected=options.trust_injected,
+        seed=seed,
+        max_string_length=resolve_string_limit(options.engine, frontend.checkpoint),
+    )
+
+
+def _open_caches(media: MediaOptions, shm_fd: int | None) -> Caches:
+    return build_caches(media, None if shm_fd is None else ShmStore.attach(shm_fd))
+
+
+def _warm_up(engine: AsyncEngine) -> None:
+    """Prepare for the first requests, before the pool starts, so that this process is warm."""
+    report_step("warming up")
+    warm_up(engine.renderer)
+    # The first check of each kind of request prepares for those after it.
+    check({"messages": []}, ChatCompletionRequest)
+    check({"prompt": ""}, CompletionRequest)
 
 
 def _make_live_source(
@@ -241,7 +266,8 @@ async def _serve(
             perception.pool.start()  # if it was not; until it is ready, this process does its work
 
     counts = SharedNumbers.attach(start.counts_fd).values
-    transcriber = None if app.speech is None else AsyncTranscriber(engine, app.speech)
+    speech = None if options.is_render_only else app.speech
+    transcriber = None if speech is None else AsyncTranscriber(engine, speech)
     application = make_app(
         engine,
         options,
@@ -250,7 +276,7 @@ async def _serve(
         count=RequestCount(counts[: options.api_server_count], start.index),
         sessions=RequestCount(counts[MAX_FRONTENDS : 2 * MAX_FRONTENDS], start.index),
         transcriber=transcriber,
-        live=_make_live_source(engine, app.speech, transcriber),
+        live=_make_live_source(engine, speech, transcriber),
         has_chat=app.has_chat,
     )
     config = make_config(options, SyncBeforeEnd(application, sync))

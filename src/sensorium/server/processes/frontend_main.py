@@ -96,7 +96,9 @@ def main() -> None:
         with without_collection(), reporting_steps(log_step):
             from sensorium.server.processes.frontend_app import build_frontend_app, run_frontend
 
-            app = build_frontend_app(start)
+            app = build_frontend_app(
+                options, identity=start.identity, index=start.index, shm_fd=start.shm_fd
+            )
         run_frontend(start, app, channel=channel, attach=inbox.attach)
     except Exception as error:  # the parent has to learn the reason, whatever it is
         report_failure(channel, error)

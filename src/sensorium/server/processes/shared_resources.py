@@ -1,8 +1,8 @@
 """Makes the resources that the parent owns and all processes of a server share.
 
-These are a port, a private directory, memory for media and metrics, a page with the numbers of
-requests that the frontends serve, and the pulse of the core: a page in which the core writes when
-it last made progress.
+These are a port (`Address`) and, for each engine, a private directory, memory for media and
+metrics, a page with the numbers of requests that the frontends serve, and the pulse of the core: a
+page in which the core writes when it last made progress.
 
 To the kernel a process is alive even if it is stopped, or waits for a device that never answers. So
 the thread that computes writes the time in every round of its loop and before every block of the
@@ -46,14 +46,12 @@ Verdict = Literal["moves", "stalled", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResources:
-    """The socket, memory and directories that all processes of a server share.
+    """The memory and the directories that all processes of a server share.
 
     The parent creates and removes them with `sharing_resources`. Its children inherit descriptors,
     or get paths by a message.
     """
 
-    listener: socket.socket  # bound; only frontends listen on it
-    url: str
     shm_fd: int | None  # memory for media, if the processes share any
     pulse: Pulse
     # How many requests each frontend serves, by its index; then how many live sessions.
@@ -66,12 +64,9 @@ class SharedResources:
 def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
     """Create the resources that the processes of a server share, and remove them after the block.
 
-    Raises a `SensoriumError` if the address can't be used, or if there is too little memory or
-    disk.
+    Raises a `SensoriumError` if there is too little memory or disk.
     """
     with ExitStack() as stack:
-        # Connections are refused until the first frontend listens.
-        listener = stack.enter_context(_bind(options.host, options.port))
         shm_fd = _reserve_memory(options)
         if shm_fd is not None:
             stack.callback(os.close, shm_fd)
@@ -87,16 +82,34 @@ def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
                 "the server's sockets and metrics can't be stored in the temporary directory "
                 f"(set TMPDIR to use another one): {error.strerror or error}"
             ) from error
-        host = f"[{options.host}]" if ":" in options.host else options.host
         yield SharedResources(
-            listener=listener,
-            url=f"http://{host}:{listener.getsockname()[1]}",
             shm_fd=shm_fd,
             pulse=pulse,
             request_counts=request_counts,
             directory=directory,
             metrics_directory=directory / "metrics",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The TCP socket of a server, which is bound and on which only frontends listen, and its URL.
+
+    Connections are refused until the first frontend listens.
+    """
+
+    listener: socket.socket
+    url: str
+
+    @classmethod
+    def bind(cls, host: str, port: int) -> Address:
+        """Return the address of a host and a port. Raises a `RequestError` if it can't be used."""
+        listener = _bind(host, port)
+        name = f"[{host}]" if ":" in host else host
+        return cls(listener, f"http://{name}:{listener.getsockname()[1]}")
+
+    def close(self) -> None:
+        self.listener.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:

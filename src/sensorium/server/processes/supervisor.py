@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -56,6 +56,7 @@ from sensorium.server.processes.control import (
     Stop,
 )
 from sensorium.server.processes.shared_resources import (
+    Address,
     SharedResources,
     StallWatch,
     get_look_interval,
@@ -135,7 +136,8 @@ class Supervisor:
         self._announcer = Announcer(options)
         # Children find the modules that this process finds, even if its directory is removed later.
         self._python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self._shared: SharedResources  # this and the metrics exist while `run` runs
+        self._address: Address  # this and the next two exist while `run` runs
+        self._shared: SharedResources
         self._metrics: MetricSet
         self._children: set[ChildProcess] = set()
         self._core: ChildProcess | None = None
@@ -154,7 +156,12 @@ class Supervisor:
         second signal kills all processes, and the status is 128 + its number. Raises a
         `SensoriumError` if the server can't be started or can't be kept running.
         """
-        with sharing_resources(self._options) as self._shared, self._handling_signals():
+        self._address = Address.bind(self._options.host, self._options.port)
+        with (
+            closing(self._address),
+            sharing_resources(self._options) as self._shared,
+            self._handling_signals(),
+        ):
             self._announcer.announce_start()
             use_directory(self._shared.metrics_directory, writer=PARENT)
             self._metrics = MetricSet(self._options.model_names[0])
@@ -269,7 +276,7 @@ class Supervisor:
             options=self._options,
             index=index,
             identity=identity,
-            listen_fd=self._shared.listener.fileno(),
+            listen_fd=self._address.listener.fileno(),
             counts_fd=self._shared.request_counts.fd,
             socket_dir=str(self._shared.directory),
             shm_fd=self._shared.shm_fd,
@@ -368,7 +375,7 @@ class Supervisor:
             self._is_ready = True
             if self._options.is_render_only:
                 self._announcer.announce_core(message.description)
-            self._announcer.announce_ready(self._shared.url)
+            self._announcer.announce_ready(self._address.url)
 
     # ---- stopping
 
@@ -410,7 +417,7 @@ class Supervisor:
     async def _drain(
         self, cores: Sequence[asyncio.Task[None]], frontends: Sequence[asyncio.Task[None]]
     ) -> None:
-        self._shared.listener.close()
+        self._address.close()
         self._inform_frontends(Drain())
         _, pending = await asyncio.wait(
             frontends, timeout=self._options.shutdown_timeout + self._grace_s

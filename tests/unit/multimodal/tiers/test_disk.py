@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -211,12 +212,13 @@ def test_a_writer_that_holds_the_lock_stops_no_other_for_long(
     monkeypatch.setattr(disk, "_LOCK_S", 0.05)
     store, other = DiskStore(tmp_path, MIB), DiskStore(tmp_path, MIB)
     store.put(name(1), [b"content"])
+    store.put(name(3), [b"whole"])
     find_file(tmp_path, name(1)).write_bytes(b"damaged")
     with other._locked():
         assert store.get(name(1)) is None
         assert not store.put(name(2), [b"more"])
-        with pytest.raises(ModelError, match="another process holds its lock"):
-            DiskStore(tmp_path, MIB)
+        late = DiskStore(tmp_path, MIB)  # a server must start all the same
+        assert late.get(name(3)) == b"whole"
     assert store.statistics().num_errors == 1
     store._paused_until = 0.0
     assert store.put(name(2), [b"more"])
@@ -292,7 +294,8 @@ def test_several_processes_keep_one_limit(tmp_path: Path) -> None:
         with store._locked():  # without it files come and go while they are counted
             most = max(most, store._sum_up())
     assert [writer.wait() for writer in writers] == [0, 0, 0]
-    assert 100_000 < most <= 200_000
+    # A file that is renamed while the directory is listed may be found under both names.
+    assert 100_000 < most <= 200_000 + len(writers) * 4_200
     for writer in writers:
         writer.communicate()
 
@@ -352,3 +355,22 @@ def test_a_place_that_is_no_directory_is_refused_in_words(tmp_path: Path) -> Non
         DiskStore(tmp_path / "file", MIB)
     with pytest.raises(ModelError, match=r"disk cache of media.*can't be used"):
         DiskStore(tmp_path / "file" / "below", MIB)
+
+
+def test_a_path_that_cannot_be_looked_at_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at a file may fail with more errors than that it is absent, for example EIO."""
+    store = DiskStore(tmp_path, MIB)
+    store.put(name(1), [b"content"])
+
+    def fail(*_given: object, **_options: object) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "stat", fail)
+    monkeypatch.setattr(os, "lstat", fail)
+    assert not store.has(name(1))
+    assert not store.put(name(1), [b"content"])
+    assert store.statistics().num_errors == 1
+    monkeypatch.undo()
+    assert store.get(name(1)) == b"content"

@@ -7,6 +7,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -169,6 +170,26 @@ def test_an_encoder_output_of_another_length_is_removed(tmp_path: Path) -> None:
     again = make_tiers(tmp_path).load_item(HASH, takes_encoded=True)
     assert again is not None
     assert ENCODED in again.kwargs
+
+
+ODD_HEADS = (
+    b"no message",
+    msgspec.msgpack.encode({"tensors": b"", "modality": "text"}).replace(b"text", bytes([255] * 4)),
+    msgspec.msgpack.encode({"tensors": b"no list of tensors"}),
+)
+
+
+@pytest.mark.parametrize("head", ODD_HEADS)
+def test_an_entry_that_cannot_be_decoded_is_removed(head: bytes, tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    store, name = tiers._stores[0], f"{HASH}.{tiers._encoded}-v1"
+    store.put(name, [len(head).to_bytes(8, "little"), head, bytes(64)])
+    assert tiers.load_encoded(HASH) is None
+    tiers.save_encoded(HASH, EMBEDS)
+    tiers.close()
+    again = make_tiers(tmp_path).load_encoded(HASH)
+    assert again is not None
+    assert torch.equal(again, EMBEDS)
 
 
 def test_whole_numbers_stay_with_the_encoder_output_however_many(tmp_path: Path) -> None:

@@ -54,9 +54,15 @@ class SpeakingEngine(ScriptedEngine):
     reason: FinishReason = FinishReason.STOP
 
     async def stream(
-        self, prompt: Any, params: SamplingParams, *, request_id: str, group: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+        may_repeat: bool = False,
     ) -> AsyncGenerator[RequestDelta, None]:
-        del group
+        del group, may_repeat
         self.calls.append((prompt, params))
         pieces = [self.text[i : i + self.length] for i in range(0, len(self.text), self.length)]
         for index, piece in enumerate(pieces):

@@ -13,7 +13,7 @@ import pytest
 from sensorium.engine.build.options import MediaOptions
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.shared_resources import sharing_resources
+from sensorium.server.processes.shared_resources import Address, sharing_resources
 from sensorium.types.errors import RequestError
 
 
@@ -52,9 +52,9 @@ def test_paths_of_sockets_stay_short_enough(
 
 
 def test_nobody_is_connected_before_a_frontend_listens() -> None:
-    with sharing_resources(ServeOptions(port=0)) as shared_resources:
-        address = shared_resources.listener.getsockname()
-        assert shared_resources.url == f"http://127.0.0.1:{address[1]}"
+    with closing(Address.bind("127.0.0.1", 0)) as own:
+        address = own.listener.getsockname()
+        assert own.url == f"http://127.0.0.1:{address[1]}"
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
 
@@ -80,7 +80,5 @@ def test_a_failure_on_the_way_leaves_nothing(temporary: Path) -> None:
 
 
 def test_an_address_that_is_none_is_told() -> None:
-    options = ServeOptions(host="999.1.1.1", port=0)
-    reason = r"'999\.1\.1\.1' is no address"
-    with pytest.raises(RequestError, match=reason), sharing_resources(options):
-        pass
+    with pytest.raises(RequestError, match=r"'999\.1\.1\.1' is no address"):
+        Address.bind("999.1.1.1", 0)
