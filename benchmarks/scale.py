@@ -1,7 +1,20 @@
-"""Placement of requests on many replicas, by simulation.
+"""Placement of requests on many replicas: in Ray Serve, and by simulation.
 
-No model runs. A replica serves one request after the other. It needs `HIT_S` for an image that it
-has perceived and still holds, and `MISS_S` more for another. Its cache holds the last 100 images.
+    python benchmarks/scale.py serve [--record]
+    python benchmarks/scale.py simulate [--replicas N ...] [--plot FOLDER] [--record]
+
+`serve` runs a real Ray Serve with four engines for each of four routers, which serve parts of the
+same trace in turns (`scale_cluster.py`). Two cores can't carry four models: an engine is the
+scheduler of a real one with an encoder cache for 100 images, and its worker is simulated: it waits
+8 ms for a step and 120 ms for each image that it encodes. Answers have 8 tokens. Requests come at
+random, at 70 % of what all engines could serve one request after the other if each image were
+encoded once. `own_ms_per_request` is what our router itself takes for a request;
+`beyond_engine_idle_ms` is all that Ray and the router take together, without any queue. The router
+for texts is Ray's own.
+
+`simulate` runs nothing but the rules. A replica serves one request after the other. It needs
+`HIT_S` for an image that it has perceived and still holds, and `MISS_S` more for another. Its
+cache holds the last 100 images.
 For each replica there are 75 images and 300 requests; how often an image is used is geometric with
 a mean of 4, and their order is random. Requests arrive at random, at 70 % of what all replicas can
 serve if every image is perceived once. All ask the same question, as users of one application do.
@@ -20,8 +33,6 @@ with all the memory of the world. `imbalance` is the work of the busiest replica
 `again` counts images that were perceived once more than needed, for each replica, after one of the
 replicas was lost or a new one came in the middle of the trace.
 
-python benchmarks/scale.py simulate [--replicas N ...] [--plot FOLDER] [--record]
-
 The last line of the output is JSON.
 """
 
@@ -30,9 +41,11 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import os
 import random
 import statistics
-from collections import OrderedDict
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -262,15 +275,62 @@ def plot(figures: dict[str, Any], folder: Path) -> None:
     pyplot.close(figure)
 
 
+def serve_traces() -> dict[str, Any]:
+    """Serve the traces of mean 4 and mean 12 with all routers, in a real Ray Serve."""
+    # Before Ray is imported: it reports to nobody, listens on 127.0.0.1 only, and its processes
+    # find the modules of this folder.
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)]),
+    }
+    import scale_cluster as cluster
+
+    traces = {
+        f"mean_uses_{mean:g}": make_fixed_trace(300, mean, seed=4) for mean in (MEAN_USES, 12.0)
+    }
+    settings = {
+        "worker": "simulated: it waits for step_s, and encode_s for each image to encode",
+        "num_replicas": cluster.NUM_REPLICAS,
+        "images_in_cache": cluster.CACHE_SIZE,
+        "tokens_of_an_answer": cluster.NUM_TOKENS,
+        "step_s": cluster.STEP_S,
+        "encode_s": cluster.ENCODE_S,
+        "load": cluster.LOAD,
+    }
+    return {"settings": settings, **cluster.run_cluster(traces)}
+
+
+def make_fixed_trace(num_images: int, mean_uses: float, seed: int) -> list[str]:
+    """Return a trace with exactly `mean_uses` requests for an image on average."""
+    trace = make_trace(num_images, mean_uses, seed)
+    chance = random.Random(seed)
+    names = sorted(set(trace))
+    missing = round(num_images * mean_uses) - len(trace)
+    trace += chance.choices(names, k=max(0, missing))
+    counts = Counter(trace)
+    while len(trace) > num_images * mean_uses:
+        place = chance.randrange(len(trace))
+        if counts[trace[place]] > 1:
+            counts[trace.pop(place)] -= 1
+    return trace
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=("simulate",))
+    parser.add_argument("command", choices=("serve", "simulate"))
     parser.add_argument("--replicas", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write the curves as PNG")
     parser.add_argument("--record", action="store_true", help="write a record")
     arguments = parser.parse_args()
+    if arguments.command == "serve":
+        figures = serve_traces()
+        if arguments.record:
+            print(f"record: {write_record('scale', figures).name}")
+        print(json.dumps(figures))
+        return
     figures = measure(arguments.replicas)
     if arguments.plot is not None:
         plot(figures, arguments.plot)

@@ -12,8 +12,14 @@ import re
 import sys
 from pathlib import Path
 
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.build.options import (
+    EncodeOptions,
+    EngineOptions,
+    LoadingOptions,
+    MediaOptions,
+)
 from sensorium.multimodal.media import MediaLimits
+from sensorium.scale.options import ScaleOptions
 from sensorium.server.options import ServeOptions
 from sensorium.types.options import SERVERS, Option, list_options
 
@@ -35,7 +41,13 @@ _GROUPS: tuple[tuple[str, type, str], ...] = (
         MediaLimits,
         "Fields of `sensorium.MediaLimits`, which `LLM` takes as `media_limits`, and flags.",
     ),
-    ("Server", ServeOptions, "Flags of `serve` and `render` only."),
+    (
+        "Server",
+        ServeOptions,
+        "Flags of `serve`, `render` and `deploy` only; `encode` has those for logs.",
+    ),
+    ("Encoder", EncodeOptions, "Flags of `encode` only."),
+    ("Cluster", ScaleOptions, "Flags of `deploy` only."),
 )
 
 
@@ -43,7 +55,7 @@ def make_page() -> str:
     """Return the text of the page."""
     parts = [_HEAD]
     for title, group, text in _GROUPS:
-        has_keywords = group is not ServeOptions
+        has_keywords = group not in (ServeOptions, EncodeOptions, ScaleOptions)
         parts.append(f"\n## {title}\n\n{text}\n\n{_make_table(group, has_keywords)}")
     return "".join(parts)
 

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import sensorium
 from sensorium.cli.chat import add_chat, add_generate
+from sensorium.cli.deploy import add_deploy
+from sensorium.cli.encode import add_encode
 from sensorium.cli.flags import take_late_words
 from sensorium.cli.models import add_models
 from sensorium.cli.serve import add_demo, add_serve
@@ -80,6 +82,8 @@ def _make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     for add_command in (
         add_serve,
+        add_deploy,
+        add_encode,
         add_chat,
         add_generate,
         add_transcribe,

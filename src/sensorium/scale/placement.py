@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import ceil
 
 from sensorium.utils.lru import LruCache
 
 _MAX_KEYS = 2**16  # whose last placements are remembered
+_MAX_CALLS = 2**14  # whose first replica is remembered
 _MAX_PLACES = 4  # that are remembered for a key, the last one first
 
 
@@ -26,12 +26,13 @@ _MAX_PLACES = 4  # that are remembered for a key, the last one first
 class LoadLimits:
     """When a replica has too much to do for a key that could go elsewhere.
 
-    A replica is full if it has `max_queue` requests. It is overloaded if it has more than
-    `min_queue` requests, and more than `factor` times what all replicas have on average.
+    A replica is full if it has `max_queue` requests. It is overloaded if it has at least
+    `min_queue` requests, and at least `factor` times what the others have on average. With two
+    replicas an average of both could never be less than half of what one has.
     """
 
     max_queue: int = 256
-    min_queue: int = 8
+    min_queue: int = 16
     factor: float = 2.0
 
 
@@ -57,11 +58,9 @@ class Placement:
         """
         order = rank_replicas(key, queues)
         preferred = [*order[:1], *self._get_places(key, queues), *order[1:]]
-        most = self._get_limit(queues)
-        free = [replica for replica in dict.fromkeys(preferred) if queues[replica] < most]
-        busy = sorted(
-            (replica for replica in order if queues[replica] >= most), key=queues.__getitem__
-        )
+        is_busy = self._find_busy(queues)
+        free = [replica for replica in dict.fromkeys(preferred) if not is_busy[replica]]
+        busy = sorted((replica for replica in order if is_busy[replica]), key=queues.__getitem__)
         return [*free, *busy]
 
     def note(self, key: str, replica: str, home: str) -> None:
@@ -76,11 +75,16 @@ class Placement:
     def _get_places(self, key: str, queues: Mapping[str, int]) -> list[str]:
         return [replica for replica in self._places.get(key) or () if replica in queues]
 
-    def _get_limit(self, queues: Mapping[str, int]) -> int:
-        """Return the number of requests from which on a replica is overloaded or full."""
-        limits = self._limits
-        mean = (sum(queues.values()) + 1) / max(1, len(queues))  # with the one that is placed
-        return min(limits.max_queue, max(limits.min_queue, ceil(limits.factor * mean)))
+    def _find_busy(self, queues: Mapping[str, int]) -> dict[str, bool]:
+        """Return for each replica whether it is overloaded or full."""
+        limits, total, num_others = self._limits, sum(queues.values()), len(queues) - 1
+
+        def is_busy(queue: int) -> bool:
+            is_long = queue >= limits.min_queue
+            is_longer = queue * num_others >= limits.factor * (total - queue)
+            return queue >= limits.max_queue or (num_others > 0 and is_long and is_longer)
+
+        return {replica: is_busy(queue) for replica, queue in queues.items()}
 
 
 def rank_replicas(key: str, replicas: Mapping[str, object]) -> list[str]:
@@ -93,3 +97,21 @@ def rank_replicas(key: str, replicas: Mapping[str, object]) -> list[str]:
         return digest.digest()
 
     return sorted(replicas, key=weigh, reverse=True)
+
+
+class Tally:
+    """What the routers of this process have counted, for its metrics.
+
+    `tried` maps the ticket of a call to the replica that Ray was to try first. A caller finds there
+    which one has not answered.
+    """
+
+    def __init__(self) -> None:
+        self.tried: LruCache[str, str] = LruCache(_MAX_CALLS)
+        self.num_placed = 0
+        self.num_spilled = 0  # calls that did not go to the home of their key, because of load
+        self.num_replicas = 0  # that live, as Ray has said last
+        self.seconds = 0.0  # that were spent on choosing
+
+
+TALLY = Tally()

@@ -67,8 +67,11 @@ def test_an_overloaded_replica_comes_after_all_that_are_not(
 ) -> None:
     limits = LoadLimits(max_queue=100, min_queue=4, factor=1.5)
     ranked = Placement(limits).rank(key, queues)
-    mean = (sum(queues.values()) + 1) / len(queues)
-    is_busy = [queues[r] >= 100 or (queues[r] >= 4 and queues[r] > 1.5 * mean) for r in ranked]
+    total = sum(queues.values())
+    others = {r: (total - n) / (len(queues) - 1) for r, n in queues.items()}
+    is_busy = [
+        queues[r] >= 100 or (queues[r] >= 4 and queues[r] >= 1.5 * others[r]) for r in ranked
+    ]
     assert is_busy == sorted(is_busy)
     busy = [queues[replica] for replica, each in zip(ranked, is_busy, strict=True) if each]
     assert busy == sorted(busy)
@@ -79,6 +82,21 @@ def test_a_key_stays_at_home_while_the_queue_is_short() -> None:
     home, *_ = rank_replicas("key", dict.fromkeys("abcd"))
     queues = dict.fromkeys("abcd", 0) | {home: 3}
     assert placement.rank("key", queues)[0] == home
+
+
+@pytest.mark.parametrize("number", [2, 3, 8])
+def test_requests_of_one_key_are_spread_when_there_are_many(number: int) -> None:
+    """All requests that begin with the same long instructions have one key."""
+    placement = Placement()
+    queues = dict.fromkeys("abcdefgh"[:number], 0)
+    for _ in range(100 * number):
+        queues[placement.rank("key", queues)[0]] += 1
+    most, total = max(queues.values()), sum(queues.values())
+    assert most <= 2 * (total - most) / (number - 1) + 1
+
+
+def test_one_replica_alone_gets_all_requests() -> None:
+    assert Placement(LoadLimits(max_queue=4)).rank("key", {"a": 9}) == ["a"]
 
 
 def test_a_spilled_key_goes_where_it_went_before() -> None:

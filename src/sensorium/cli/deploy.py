@@ -1,0 +1,294 @@
+"""The command `deploy`, which runs a model on several engines with Ray Serve.
+
+`build_app` makes the same application from a config file of Ray Serve, where the arguments have the
+names of the flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from sensorium.cli.flags import ENGINE_GROUPS, MODEL_HELP, add_options, get_given
+from sensorium.cli.serve import make_options
+from sensorium.scale.options import ScaleOptions
+from sensorium.server.options import ServeOptions
+from sensorium.server.processes.shared_resources import Address
+from sensorium.types.errors import ModelError, RequestError, SensoriumError
+from sensorium.types.options import list_options
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+_ERROR = re.compile(r"(?:[\w.]+\.)?\w+Error: ")  # the last line of a traceback
+_PROBE_S = 5.0
+_APP = "sensorium"  # the name of the application in Ray Serve
+_PATH = "sensorium.cli.deploy:build_app"
+_ELSEWHERE = ("port", "ray_address")  # flags that are no arguments of the application
+_OPTIONS = tuple(
+    each
+    for group in (ScaleOptions, ServeOptions, *ENGINE_GROUPS)
+    for each in list_options(group)
+    if each.flag
+)
+_COUNTS = frozenset(each.destination for each in _OPTIONS if each.kind == "counts")
+_SIZES = frozenset(each.destination for each in _OPTIONS if each.kind == "sizes")
+_OFF = frozenset(
+    each.destination for each in _OPTIONS if each.kind == "switch" and not each.default
+)
+_DEPLOY = """Serve a model with several engines, on one machine or on many, with Ray Serve. Equal
+media goes to the same engine, so that the whole cluster perceives it once. Needs the extra `scale`
+of the package. Without --ray-address a Ray is started on this machine, and ends with this command.
+On a Ray that runs already, the application goes on when this command is interrupted; `serve
+shutdown` ends it."""
+_EXAMPLES = """examples:
+  sensorium deploy --replicas 2 --frontends 2     (sensorium-mini, on this machine)
+  sensorium deploy MODEL --replicas 4 --max-replicas 16 --ray-address auto
+  sensorium deploy MODEL --replicas 4 --print-config > serve.json && serve deploy serve.json
+"""
+
+
+def add_deploy(commands: Any) -> None:
+    """Add the subcommand `deploy` to the parser of `sensorium`.
+
+    `commands` is the object that `add_subparsers` of argparse returned.
+    """
+    parser = commands.add_parser(
+        "deploy",
+        help="serve a model with several engines, with Ray Serve",
+        description=_DEPLOY,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
+    )
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="Print a config file for Ray Serve instead of deploying anything.",
+    )
+    add_options(parser, "deploy", ScaleOptions, ServeOptions, *ENGINE_GROUPS)
+    parser.set_defaults(run=_deploy)
+
+
+def _deploy(arguments: argparse.Namespace) -> None:
+    """Run the application until a signal comes, or print its config file."""
+    options, scale = _make_options(arguments)
+    if arguments.print_config:
+        print(make_config(arguments, options), end="")
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
+    if scale.ray_address is None:
+        # Who reaches a port of Ray can run programs. This makes Ray listen on 127.0.0.1 only; it
+        # has no other way to say so.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    try:
+        import ray
+        from ray import serve
+    except ImportError as error:
+        raise ModelError(
+            "`sensorium deploy` needs Ray: install the extra `scale`, as in pip install "
+            "'sensorium[scale]'"
+        ) from error
+    from sensorium.models.checkpoint import find_checkpoint
+    from sensorium.scale.deployment import make_application
+
+    port = options.port
+    if scale.ray_address is None or not port:
+        port = _find_port(options)  # before Ray starts, which takes a while
+    if scale.ray_address is None:
+        find_checkpoint(  # else each engine would tell of a wrong name after minutes
+            options.loading.model,
+            revision=options.loading.revision,
+            trust_remote_code=options.loading.trust_remote_code,
+            use_tqdm=options.loading.use_tqdm_on_load,
+        )
+    _connect(ray, scale)
+    serve.start(http_options={"host": options.host, "port": port})
+    print(f"Sensorium: starting {scale.replicas} engine(s) of {options.model_label}", flush=True)
+    try:
+        serve.run(make_application(options, scale), name=_APP, route_prefix="/")
+    except RuntimeError as error:  # the words of Ray, with those of the process that failed
+        reason = _find_reason(serve) or error
+        raise ModelError(f"the application could not be started: {reason}") from error
+    print(f"Sensorium is ready: http://{options.host}:{port}", flush=True)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    if scale.ray_address is None:
+        print("Sensorium: waiting for requests in flight", flush=True)
+        _drain(serve, options.shutdown_timeout)
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def _find_reason(serve: Any) -> str | None:
+    """Return the error of a process that could not be started, in its own words."""
+    application = serve.status().applications.get(_APP)
+    if application is None:
+        return None
+    lines = [
+        line
+        for deployment in application.deployments.values()
+        for line in deployment.message.splitlines()
+        if _ERROR.match(line)
+    ]
+    return lines[-1] if lines else None
+
+
+def _check_ray(address: str) -> None:
+    """Raise a `RequestError` if nothing listens where Ray should. Ray would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        return  # "auto", or a kind of address that only Ray understands
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, OverflowError) as error:
+        raise RequestError(f"there is no Ray at {address!r}: {error}") from error
+
+
+def _connect(ray: Any, scale: ScaleOptions) -> None:
+    """Connect to the Ray that the options name, or start one on this machine."""
+    if scale.ray_address is not None:
+        _check_ray(scale.ray_address)
+        try:
+            ray.init(address=scale.ray_address, log_to_driver=False)
+        except ConnectionError as error:
+            raise RequestError(f"there is no Ray at {scale.ray_address!r}: {error}") from error
+        return
+    # Ray's advice to turn its tokens off, which is no news to those who did not turn them on.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    most = max(scale.replicas, scale.max_replicas or 0)
+    needed = most * scale.engine_cpus + scale.frontends * scale.frontend_cpus
+    needed += scale.encoders * scale.encoder_cpus
+    ray.init(
+        address="local",  # a new one, whatever else runs here
+        num_cpus=max(os.cpu_count() or 1, -int(-needed // 1)),
+        include_dashboard=False,
+        log_to_driver=True,
+    )
+
+
+def _drain(serve: Any, timeout_s: float) -> None:
+    """End the application before the proxies, which would break off all responses at once.
+
+    Ray gives each process `timeout_s` seconds and some more, and waits no longer than a minute.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            serve.delete(_APP)
+            return
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                return
+
+
+def _find_port(options: ServeOptions) -> int:
+    """Return the port of the options or, if that is 0, one that is free now.
+
+    Ray can't choose one by itself. Raise a `RequestError` if the address can't be used.
+    """
+    with closing(Address.bind(options.host, options.port)) as address:
+        port: int = address.listener.getsockname()[1]
+        return port
+
+
+def build_app(arguments: Mapping[str, Any]) -> Application:
+    """Return the application for a config file of Ray Serve.
+
+    `arguments` are those of `sensorium deploy`: `{"model": "org/name", "replicas": 4}`. Flags that
+    may be repeated take lists, and switches take true or false.
+    """
+    from sensorium.scale.deployment import make_application
+
+    return make_application(*_make_options(parse_arguments(arguments)))
+
+
+def parse_arguments(given: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the arguments of a config file as the command line would give them.
+
+    Raise a `RequestError` if one of them is not known or has a wrong value.
+    """
+    parser = _RaisingParser()
+    commands = parser.add_subparsers(parser_class=_RaisingParser)
+    add_deploy(commands)
+    words = ["deploy"]
+    for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += _write_switch(name, flag, value=value)
+        elif isinstance(value, list | tuple) and name not in _SIZES:
+            words += [f"{flag}={each}" for each in value]
+        elif value is not None:
+            words.append(f"{flag}={_write_value(name, value)}")
+    return parser.parse_args(words)
+
+
+def _write_switch(name: str, flag: str, *, value: bool) -> list[str]:
+    """Return the words for a switch. One that is off by default has no word that turns it off."""
+    if value:
+        return [flag]
+    return [] if name in _OFF else [f"--no-{flag[2:]}"]
+
+
+def _write_value(name: str, value: Any) -> str:
+    """Return the value of a config file as it is written behind a flag."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, Mapping) and name in _COUNTS:
+        return ",".join(f"{key}={each}" for key, each in value.items())
+    return json.dumps(value) if isinstance(value, Mapping) else str(value)
+
+
+class _RaisingParser(argparse.ArgumentParser):
+    """A parser that raises a `RequestError` instead of ending the process."""
+
+    def error(self, message: str) -> Any:
+        raise RequestError(f"the arguments of the application are wrong: {message}")
+
+
+def _make_options(arguments: argparse.Namespace) -> tuple[ServeOptions, ScaleOptions]:
+    try:
+        scale = ScaleOptions(**get_given(arguments, ScaleOptions))
+        if scale.encoders and getattr(arguments, "encoder", None) is not None:
+            raise ModelError("--encoders and --encoder can't be used together: give one of them")
+    except SensoriumError as error:
+        arguments.refuse(str(error))
+        raise
+    return make_options(arguments), scale
+
+
+def make_config(arguments: argparse.Namespace, options: ServeOptions) -> str:
+    """Return a config file of Ray Serve with the arguments that were given.
+
+    It is JSON, which is YAML, too.
+    """
+    given: dict[str, Any] = {"model": options.model}
+    for each in _OPTIONS:
+        if each.destination not in _ELSEWHERE and hasattr(arguments, each.destination):
+            value = getattr(arguments, each.destination)
+            is_scaled = each.unit != 1 and isinstance(value, int | float)
+            given[each.destination] = value // each.unit if is_scaled else value
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": options.host, "port": options.port},
+        "applications": [
+            {"name": _APP, "route_prefix": "/", "import_path": _PATH, "args": given},
+        ],
+    }
+    return json.dumps(config, indent=2) + "\n"

@@ -1,0 +1,364 @@
+"""The engine of a frontend in a cluster: prompts are prepared here, and run elsewhere.
+
+Media is fetched and named here, so that a prompt can be placed by it. Where a header is enough to
+lay it out, the whole prompt is expanded and tokenised here, too. Nothing is decoded: the engine
+that gets the prompt perceives what it does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.inputs.input_processor import Outline
+from sensorium.engine.inputs.renderer import AnyPrompt
+from sensorium.engine.sound_request import SoundRequest
+from sensorium.engine.speech.live import TurnSession, TurnSource
+from sensorium.engine.speech.models import SpeechModel
+from sensorium.multimodal.media import MediaBytes
+from sensorium.multimodal.pipeline import OutlinedItem
+from sensorium.render.prompts import EnginePrompt
+from sensorium.scale import messages
+from sensorium.scale.engines import Engines, Replicas
+from sensorium.scale.placement import TALLY
+from sensorium.speech.live.session import LiveOptions
+from sensorium.speech.options import SpeechOptions
+from sensorium.speech.transcript import Segment, Transcript
+from sensorium.types.errors import InvariantError
+from sensorium.types.outputs import RequestDelta, RequestOutput
+from sensorium.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+_FIRST_TOKENS = 256  # of a prompt without media, by which it is placed
+_FIRST_CHARACTERS = 1024
+_COST_UNKNOWN = 2**20  # an item that has to be decoded to be laid out costs more than others
+
+
+class ClusterEngine(AsyncEngine):
+    """An engine that prepares requests in this process, and runs them on engines of a cluster.
+
+    `use` must be called before the first request.
+    """
+
+    _engines: Engines
+    _peers: Replicas
+
+    @property
+    def is_connected(self) -> bool:
+        """Return whether there is an engine that takes requests."""
+        return self._is_alone and TALLY.num_replicas > 0
+
+    async def use(self, engines: Engines, peers: Replicas) -> None:
+        """Send requests to these engines from now on. Wait until the first of them is ready.
+
+        `peers` are all frontends of the cluster, with this one.
+        """
+        self._engines, self._peers = engines, peers
+        self.run_alone(await engines.describe())
+
+    async def generate(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+    ) -> RequestOutput:
+        deltas = self.stream(prompt, params, request_id=request_id, group=group, may_repeat=True)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                if delta.final is not None:
+                    return delta.final
+        raise InvariantError(f"request {request_id} ended without a result")
+
+    async def stream(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams,
+        *,
+        request_id: str,
+        group: str | None = None,
+        may_repeat: bool = False,
+    ) -> AsyncGenerator[RequestDelta, None]:
+        self._check_open()
+        self._num_preparing += 1
+        try:
+            outline = await self._preparation.outline(prompt, params)
+        finally:
+            self._num_preparing -= 1
+        wire, files = messages.write_prompt(outline.prompt)
+        call = messages.Generate(
+            prompt=wire, params=outline.params, request_id=request_id, group=group
+        )
+        answers = self._engines.run(
+            call,
+            key=choose_key(outline),
+            files=files,
+            uuids=messages.list_uuids(outline.prompt),
+            may_repeat=may_repeat,
+        )
+        token_ids: tuple[int, ...] = ()
+        async with aclosing(answers):
+            async for answer in answers:
+                if isinstance(answer, messages.Delta):
+                    token_ids = answer.delta.prompt_token_ids or token_ids
+                    yield messages.restore_prompt(
+                        answer.delta, text=outline.text, token_ids=token_ids
+                    )
+
+    async def open_sound(
+        self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
+    ) -> SoundRequest:
+        self._check_open()
+        # An id that no other frontend uses, because engines tell sounds apart by it.
+        sound_id = f"{request_id}.{uuid.uuid4().hex}"
+        _, stream = self.renderer.begin_stream(params, request_id=sound_id, delay_ms=delay_ms)
+        call = messages.OpenSound(params=params, request_id=sound_id, delay_ms=delay_ms)
+        answers = self._engines.run(call, key=f"sound/{sound_id}")
+        replica = ""
+        try:
+            async for answer in answers:
+                if isinstance(answer, messages.Accepted):
+                    replica = answer.replica
+                if isinstance(answer, messages.Opened):
+                    break
+        except BaseException:
+            await answers.aclose()
+            raise
+        link = _SoundLink(self._engines, answers, sound_id, replica)
+        return SoundRequest(stream, send=link.send, deltas=link.get_deltas(), abort=link.abort)
+
+    async def start_transcript(
+        self,
+        file: MediaBytes,
+        options: SpeechOptions,
+        *,
+        request_id: str,
+        cache_salt: str | None,
+        session: _Session | None,
+    ) -> AsyncGenerator[messages.Answer, None]:
+        """Return the answers of the engine that writes down a sound.
+
+        A sound of a live session goes to the engine of the session, others by their bytes.
+        """
+        self._check_open()
+        self._inputs.switched_off.check("audio")
+        digest = await asyncio.to_thread(self._inputs.readonly.hasher.digest_source, file)
+        call = messages.Transcribe(
+            digest=digest, options=options, request_id=request_id, cache_salt=cache_salt
+        )
+        key, replica = (digest, None) if session is None else (session.key, session.replica)
+        return self._engines.run(call, key=key, files={digest: file}, replica=replica)
+
+    async def reset_cache(self, level: str) -> None:
+        if level == "mm":
+            await self._peers.call_all("forget_media")
+        await self._engines.reset_cache(level)
+
+    def forget_media(self) -> None:
+        """Empty the caches of media of this frontend alone."""
+        self._forget_own_media()
+
+    async def read_engine_metrics(self) -> list[bytes]:
+        """Return the values of the metrics of all engines, see `scale.metrics`."""
+        return await self._engines.read_metrics()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            self._get_client()  # raises the error of an engine that is closed
+
+
+class _SoundLink:
+    """The connection of a sound that goes on with the engine that has its request."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        answers: AsyncGenerator[messages.Answer, None],
+        sound_id: str,
+        replica: str,
+    ) -> None:
+        self._engines = engines
+        self._answers = answers
+        self._sound_id = sound_id
+        self._replica = replica
+        self._parts: asyncio.Queue[messages.AppendSound] = asyncio.Queue()
+        self._sender = asyncio.create_task(self._send_parts())
+        self._closing: asyncio.Task[None] | None = None
+
+    def send(self, features: torch.Tensor | None, is_last: bool) -> None:
+        self._parts.put_nowait(messages.write_sound(self._sound_id, features, is_last=is_last))
+
+    async def get_deltas(self) -> AsyncIterator[RequestDelta]:
+        """Yield the text as it comes. Raise an error if the engine is gone or takes no more sound.
+
+        An engine that is being removed takes no more calls, and would wait for the rest.
+        """
+        try:
+            while (answer := await self._get_next()) is not None:
+                if isinstance(answer, messages.Delta):
+                    yield answer.delta
+        finally:
+            self._sender.cancel()
+
+    async def _get_next(self) -> messages.Answer | None:
+        """Return the next answer, or None at the end. Raise an error of the sender, too."""
+        reading = asyncio.create_task(self._read())
+        try:
+            await asyncio.wait({reading, self._sender}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                return reading.result()
+        finally:
+            if not reading.done():
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+        self._sender.result()  # raises its error
+        raise InvariantError("the sender of a sound has ended without an error")
+
+    async def _read(self) -> messages.Answer | None:
+        return await anext(self._answers, None)
+
+    def abort(self) -> None:
+        self._sender.cancel()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+
+    async def _close(self) -> None:
+        with suppress(RuntimeError):  # a caller still reads, and gets its end by the cancelled call
+            await self._answers.aclose()
+
+    async def _send_parts(self) -> None:
+        """Send parts of the sound, one after the other, because their order matters."""
+        while True:
+            part = await self._parts.get()
+            await self._engines.append_sound(part, replica=self._replica)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Session:
+    """A live session. Each of its turns is a sound of its own."""
+
+    key: str  # by which its first turn is placed
+    replica: str | None = None  # the engine that had its last turn, and gets the next one
+
+
+class ClusterTranscriber:
+    """A transcriber that lets an engine of a cluster write down whole sounds.
+
+    Sounds with equal bytes go to the same engine. Those of one live session go to the engine that
+    had the first of them, for as long as it lives.
+    """
+
+    def __init__(
+        self, engine: ClusterEngine, model: SpeechModel[Any], session: _Session | None = None
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._session = session
+
+    @property
+    def can_translate(self) -> bool:
+        return self._model.can_translate
+
+    @property
+    def has_segments(self) -> bool:
+        return self._model.has_segments
+
+    @property
+    def has_words(self) -> bool:
+        return self._model.has_words
+
+    def check(self, options: SpeechOptions) -> None:
+        """Raise a `RequestError` if the model can't do what the options ask for."""
+        self._model.check(options)
+
+    def start_session(self) -> ClusterTranscriber:
+        """Return a transcriber for the turns of one live session."""
+        return ClusterTranscriber(self._engine, self._model, _Session(key=uuid.uuid4().hex))
+
+    async def transcribe(
+        self,
+        media: bytes,
+        options: SpeechOptions,
+        *,
+        request_id: str,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[Segment | Transcript, None]:
+        """Yield the segments of a sound as soon as they are final, and then the whole transcript.
+
+        The arguments and errors are those of `AsyncTranscriber.transcribe`.
+        """
+        file = MediaBytes(media)
+        answers = await self._engine.start_transcript(
+            file, options, request_id=request_id, cache_salt=cache_salt, session=self._session
+        )
+        async with aclosing(answers):
+            async for answer in answers:
+                if isinstance(answer, messages.Accepted) and self._session is not None:
+                    self._session.replica = answer.replica
+                if isinstance(answer, messages.Part):
+                    part = answer.segment or answer.transcript
+                    if part is not None:
+                        yield part
+
+
+class ClusterTurnSource(TurnSource):
+    """A source of live sessions. Each session stays on one engine of a cluster."""
+
+    def __init__(self, transcriber: ClusterTranscriber) -> None:
+        super().__init__(transcriber)
+        self._cluster = transcriber
+
+    def open(self, options: LiveOptions) -> TurnSession:
+        own = self._cluster.start_session()
+        return TurnSession(own, options, make_detector=self._make_detector)
+
+
+# ---- placement
+
+
+def choose_key(outline: Outline) -> str:
+    """Return the key by which a prompt is placed: what it shares with others that costs most.
+
+    Media that a client only names must be found again, so it comes first. Media with a uuid is
+    placed by that, with or without its bytes. A prompt without media is placed by its beginning.
+    """
+    prompt = outline.prompt
+    if outline.items:
+        item = max(outline.items, key=_estimate_cost)
+        if item.item.uuid is None:
+            return item.mm_hash
+        return _name(prompt, item.modality, item.item.uuid)
+    if prompt.rendered is not None:
+        for modality, hashes in prompt.rendered.mm_hashes.items():
+            if hashes:
+                return _name(prompt, str(modality), str(hashes[0]))
+    beginning: object = tuple(prompt.token_ids[:_FIRST_TOKENS])
+    if prompt.text is not None:
+        beginning = prompt.text[:_FIRST_CHARACTERS]
+    return _digest(prompt.cache_salt, beginning)
+
+
+def _estimate_cost(item: OutlinedItem) -> tuple[bool, int]:
+    if item.item.media is None:
+        return True, 0
+    if item.layout is not None:
+        return False, item.layout.num_embeds
+    source = item.item.media
+    return False, _COST_UNKNOWN + (len(source.data) if isinstance(source, MediaBytes) else 0)
+
+
+def _name(prompt: EnginePrompt, modality: str, given: str) -> str:
+    return _digest(prompt.uuid_scope, prompt.cache_salt, modality, given)
+
+
+def _digest(*values: object) -> str:
+    return blake2b(repr(values).encode(errors="surrogatepass"), digest_size=16).hexdigest()

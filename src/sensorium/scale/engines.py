@@ -1,0 +1,268 @@
+"""A frontend's calls to the engines of a cluster: what is sent, and what is tried again.
+
+What was streamed to a client is never repeated. Before that, a call is repeated
+  - once, if its engine has ended: elsewhere
+  - if no engine has accepted it in time: elsewhere, because the one that was asked may hang
+  - if the engine lacks a file that this frontend expected it to know: there, with all files
+  - once, if the engine does not know media that the client only named: at the engine that does
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from contextvars import Context
+from typing import Any
+
+import msgspec
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from sensorium.engine.core_process import CoreInfo
+from sensorium.multimodal.media import MediaBytes
+from sensorium.scale import messages
+from sensorium.scale.placement import TALLY
+from sensorium.types.errors import (
+    CapacityError,
+    EngineLostError,
+    MissingMediaError,
+    SensoriumError,
+    StoppingError,
+    make_record,
+)
+from sensorium.utils.lru import LruCache
+
+_SMALL_BYTES = 2**16  # a file up to this size travels in the message
+_MAX_KNOWN = 2**16  # files of which it is remembered that an engine has taken them
+_MAX_ATTEMPTS = 6
+_ACCEPT_S = 20.0  # after which a call that no engine has accepted is sent again
+_MAX_UNACCEPTED = 3  # times after which it fails
+_CONTROL_S = 30.0  # for calls that go to all engines
+_READ_S = 10.0  # for the metrics of all processes; Prometheus itself waits no longer
+_LOST = "the engine that had the request has ended: send the request again"
+_NONE = "no engine of the cluster takes requests right now: try again later"
+CountRetry = Callable[[str], None]
+
+
+class Replicas:
+    """All processes of one deployment of the cluster, for calls that go to each of them."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def call_all(
+        self, method: str, *arguments: object, timeout_s: float = _CONTROL_S
+    ) -> list[Any]:
+        """Call a method of each process that lives, and return the results.
+
+        Raise an `EngineLostError` if one that lives does not answer.
+        """
+        try:
+            response = self._handle.broadcast(method, *arguments)
+            answers = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise EngineLostError(
+                "a process of the cluster did not answer in time: try again later"
+            ) from error
+        living = [answer for answer in answers if not isinstance(answer, RayActorError)]
+        for answer in living:
+            if isinstance(answer, Exception):
+                reason = f"a process of the cluster has failed: {answer}"
+                raise EngineLostError(reason) from answer
+        return living
+
+    async def read_metrics(self) -> list[Any]:
+        """Return the values of the metrics of all processes."""
+        return await self.call_all("read_metrics", timeout_s=_READ_S)
+
+
+class Engines(Replicas):
+    """The engines of a cluster, as one frontend calls them. Belongs to one event loop.
+
+    `count_retry` is called with the reason for each repeated call: "lost", "missing" or "moved".
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], *, count_retry: CountRetry) -> None:
+        super().__init__(handle)
+        self._count_retry = count_retry
+        self._known: LruCache[str, bool] = LruCache(_MAX_KNOWN)  # digest -> an engine has taken it
+
+    async def describe(self) -> CoreInfo:
+        """Return the description of one of the engines, when the first one is ready."""
+        return messages.decode_description(await self._handle.describe.remote()).info
+
+    async def run(
+        self,
+        call: messages.Call,
+        *,
+        key: str,
+        files: Mapping[str, MediaBytes] | None = None,
+        uuids: Sequence[messages.UuidKey] = (),
+        may_repeat: bool = False,
+        replica: str | None = None,
+    ) -> AsyncGenerator[messages.Answer, None]:
+        """Yield the answers to a call, and raise its error. Closing the generator aborts the call.
+
+        The call goes to the engine with the name `replica`, if there is one that lives. Otherwise
+        calls with the same `key` go to the same engine if that is possible. `files` are those of
+        the call's media by their digests. `uuids` are names of media that the client has not sent.
+        The first answer is always `Accepted`; it comes again if the call is repeated. With
+        `may_repeat` a call is repeated even if it has had output, which then begins anew.
+        """
+        attempt = _Attempt(key=key, pinned=replica)
+        for _ in range(_MAX_ATTEMPTS):
+            has_output, failure = False, None
+            async with aclosing(self._run_once(call, attempt, files or {})) as answers:
+                async for answer in answers:
+                    if isinstance(answer, messages.Failure):
+                        failure = answer
+                        break
+                    if isinstance(answer, messages.Accepted):
+                        attempt.replica = answer.replica
+                    else:
+                        has_output = True
+                    yield answer
+            if failure is None:
+                for digest in files or {}:
+                    self._known.put(digest, True)
+                return
+            error = failure.error.make_error()
+            is_final = has_output and not may_repeat
+            if is_final or not await self._plan_retry(attempt, failure, error, uuids):
+                raise error
+        raise CapacityError("the media of this request was lost several times: try again later")
+
+    async def append_sound(self, message: messages.AppendSound, *, replica: str) -> None:
+        """Send more of a sound to the engine that has its request. Raise an error if it is gone."""
+        try:
+            sent = Context().run(
+                self._handle.append_sound.remote,
+                messages.encode(message),
+                pinned=replica,
+                routing_key=replica,
+            )
+            answer = await asyncio.wait_for(sent, _CONTROL_S)
+        except (RayError, RayServeException, TimeoutError) as error:
+            raise EngineLostError(_LOST) from error
+        if answer:
+            failure = messages.decode_answer(answer)
+            if isinstance(failure, messages.Failure):
+                raise failure.error.make_error()
+
+    async def reset_cache(self, level: str) -> None:
+        """Empty a cache of all engines, and wait until that is done."""
+        await self.call_all("reset_cache", level)
+
+    async def _plan_retry(
+        self,
+        attempt: _Attempt,
+        failure: messages.Failure,
+        error: SensoriumError,
+        uuids: Sequence[messages.UuidKey],
+    ) -> bool:
+        """Change how a call is sent after a failure, and return whether to send it again."""
+        if attempt.is_unaccepted:
+            attempt.num_unaccepted += 1
+            attempt.is_unaccepted, attempt.sends_all = False, True
+            attempt.avoided = attempt.pinned or TALLY.tried.get(attempt.ticket)
+            attempt.pinned = None
+            return attempt.num_unaccepted < _MAX_UNACCEPTED
+        if failure.lacks:
+            attempt.pinned, attempt.sends_all = attempt.replica, True
+            self._count_retry("missing")
+            return True
+        if isinstance(error, EngineLostError | StoppingError) and not attempt.was_lost:
+            attempt.was_lost = attempt.sends_all = True
+            attempt.pinned, attempt.avoided = None, attempt.replica
+            self._count_retry("lost")
+            return True
+        if isinstance(error, MissingMediaError) and uuids and not attempt.was_moved:
+            attempt.was_moved = True
+            attempt.pinned = await self._find(uuids, without=attempt.replica)
+            if attempt.pinned is not None:
+                self._count_retry("moved")
+                return True
+        return False
+
+    async def _find(self, uuids: Sequence[messages.UuidKey], *, without: str | None) -> str | None:
+        """Return the name of another engine that knows all of these names of media, or None.
+
+        The engine `without` was asked for the media before. It may know the names all the same,
+        because an engine remembers a name longer than its media.
+        """
+        with suppress(EngineLostError):
+            names = await self.call_all("find", messages.encode(tuple(uuids)))
+            return next((name for name in names if name not in (None, without)), None)
+        return None
+
+    async def _run_once(
+        self, call: messages.Call, attempt: _Attempt, files: Mapping[str, MediaBytes]
+    ) -> AsyncGenerator[messages.Answer, None]:
+        """Send a call once, and yield the answers. The end of an engine is a `Failure`, too."""
+        stream: Any = None
+        try:
+            refs: dict[str, Any] = {}
+            wanted = {d: f for d, f in files.items() if attempt.sends_all or not self._known.get(d)}
+            small = {d: f.data for d, f in wanted.items() if len(f.data) <= _SMALL_BYTES}
+            for digest, file in wanted.items():
+                if digest not in small:
+                    refs[digest] = await asyncio.to_thread(_put, file.data)
+            if small and not isinstance(call, messages.OpenSound):
+                call = msgspec.structs.replace(call, files=small)
+            encoded = messages.encode_call(call)
+            # In a context of its own: Ray would give all calls for one request of a client the same
+            # id, and mix them up if they are made at the same time.
+            stream = Context().run(
+                self._handle.options(stream=True).run.remote,
+                encoded,
+                refs,
+                routing_key=attempt.key,
+                pinned=attempt.pinned,
+                avoided=attempt.avoided,
+                ticket=attempt.ticket,
+            )
+            try:
+                accepted = await asyncio.wait_for(anext(stream), _ACCEPT_S)
+            except TimeoutError:
+                attempt.is_unaccepted = True
+                yield messages.Failure(make_record(CapacityError(_NONE)))
+                return
+            yield messages.decode_answer(accepted)
+            async for answer in stream:
+                yield messages.decode_answer(answer)
+            stream = None
+        except TimeoutError as error:
+            raise CapacityError(_NONE) from error
+        except BackPressureError as error:
+            raise CapacityError(_NONE) from error
+        except (RayError, RayServeException, StopAsyncIteration):  # the last: not even accepted
+            yield messages.Failure(make_record(EngineLostError(_LOST)))
+        finally:
+            if stream is not None:
+                stream.cancel()
+
+
+class _Attempt:
+    """How a call is sent, which changes from attempt to attempt."""
+
+    def __init__(self, *, key: str, pinned: str | None = None) -> None:
+        self.key = key
+        self.pinned = pinned  # the engine that must have it, unless it is gone
+        self.replica: str | None = None  # the engine that accepted it last
+        self.avoided: str | None = None  # the engine that should not have it
+        self.sends_all = False  # all files are sent, whatever is known
+        self.ticket = uuid.uuid4().hex  # by which the router notes where it was sent
+        self.is_unaccepted = False  # no engine has accepted it in time
+        self.num_unaccepted = 0
+        self.was_lost = False
+        self.was_moved = False
+
+
+def _put(data: bytes) -> Any:
+    """Put a file into Ray's object store, as an array, which others on this machine map."""
+    return ray.put(np.frombuffer(data, dtype=np.uint8))

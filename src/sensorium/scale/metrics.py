@@ -1,0 +1,131 @@
+"""The metrics of a cluster: the sums of what all its frontends and engines have counted.
+
+Each process keeps its metrics as on one machine. A frontend that is asked for `/metrics` asks all
+others for their values, and adds them up. Shares are averages over the processes that have them.
+A process that has ended takes its counts with it, as does a server that is restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+
+import msgspec
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from sensorium.server.metrics.frontend import FrontendMetrics
+
+_SHARE = "_perc"  # the end of the names of gauges that are shares of a whole, and no counts
+_INFO = "_info"  # the end of the names of series that have their content in labels, with value 1
+_CREATED = "_created"  # the end of the names of times, which no server of one machine writes
+_SPILLS = "sensorium:scale_spills_total"
+_PLACED = "sensorium:scale_requests_total"
+_RETRIES = "sensorium:scale_retries_total"
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One value of a metric: the name of its series, its labels and the value."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class Series(msgspec.Struct, frozen=True, array_like=True):
+    """A metric with all of its values in one process."""
+
+    name: str
+    text: str
+    kind: str
+    samples: tuple[Sample, ...]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[Series, ...])
+
+
+def encode_samples(source: Collector) -> bytes:
+    """Return all values of a collector as bytes for another process."""
+    return _encoder.encode(
+        tuple(
+            Series(
+                metric.name,
+                metric.documentation,
+                metric.type,
+                tuple(
+                    Sample(s.name, dict(s.labels), s.value)
+                    for s in metric.samples
+                    if not s.name.endswith(_CREATED)
+                ),
+            )
+            for metric in source.collect()
+        )
+    )
+
+
+class Sums(Collector):
+    """A collector of the sums of what several processes have counted."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts = [_decoder.decode(part) for part in parts]
+
+    def collect(self) -> Iterable[Metric]:
+        heads: dict[str, Series] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], list[float]]] = {}
+        for series in (series for part in self._parts for series in part):
+            heads.setdefault(series.name, series)
+            own = values.setdefault(series.name, {})
+            for sample in series.samples:
+                key = sample.name, tuple(sorted(sample.labels.items()))
+                own.setdefault(key, []).append(sample.value)
+        for name, head in heads.items():
+            metric = Metric(name, head.text, head.kind)
+            for (sample_name, labels), given in values[name].items():
+                metric.add_sample(sample_name, dict(labels), _unite(name, given))
+            yield metric
+
+
+def _unite(name: str, given: Sequence[float]) -> float:
+    """Return the value of a series for all processes together.
+
+    Every process has all series. One that is always 0 where it means nothing does not lower an
+    average.
+    """
+    if name.endswith(_INFO):
+        return max(given)
+    if not name.endswith(_SHARE):
+        return sum(given)
+    used = [value for value in given if value]
+    return sum(used) / len(used) if used else 0.0
+
+
+class ClusterMetrics(FrontendMetrics):
+    """The metrics of one frontend of a cluster, which also reads those of all other processes.
+
+    `read_others` returns what `encode_samples` made in each of them.
+    """
+
+    def __init__(
+        self, model_name: str, read_others: Callable[[], Awaitable[Sequence[bytes]]]
+    ) -> None:
+        super().__init__(model_name)
+        self._read_others = read_others
+
+    async def read_others(self) -> Sequence[bytes]:
+        return await self._read_others()
+
+    def encode_own(self) -> bytes:
+        """Return the values of this process for another one."""
+        return encode_samples(self._metrics.registry)
+
+    def follow_placements(self, *, placed: int, spilled: int) -> None:
+        """Copy the counts of the router in this process into the metrics."""
+        self._totals.follow(_PLACED, placed)
+        self._totals.follow(_SPILLS, spilled)
+
+    def count_retry(self, reason: str) -> None:
+        """Count a call of an engine that was repeated: "lost", "missing" or "moved"."""
+        self._metrics.counter(_RETRIES, reason).inc()
+
+    def _get_source(self, pattern: str, others: Sequence[bytes]) -> Collector:  # noqa: ARG002
+        return Sums([self.encode_own(), *others])

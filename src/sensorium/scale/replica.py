@@ -1,0 +1,303 @@
+"""An engine of a cluster: a core with its own perception, as a deployment of Ray Serve.
+
+It answers calls of frontends. All that comes and goes is bytes (`scale.messages`). A file of media
+is loaded only if no cache of this engine has what becomes of it, and equal items are perceived once
+at a time, as on a server of one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from functools import partial
+from hashlib import blake2b
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.build.frontend import MakeEncoder
+from sensorium.engine.sound_request import SoundRequest
+from sensorium.engine.speech.transcriber import AsyncTranscriber
+from sensorium.multimodal.media import DeferredBytes
+from sensorium.multimodal.names import UuidScope
+from sensorium.scale import messages
+from sensorium.scale.core_host import CoreHost
+from sensorium.scale.encoders import RayEncoder
+from sensorium.scale.loopback import listen_locally
+from sensorium.scale.metrics import encode_samples
+from sensorium.server.logs import set_up_logging
+from sensorium.server.metrics.frontend import FrontendMetrics
+from sensorium.server.metrics.shared_files import Files, get_directory
+from sensorium.server.options import ServeOptions
+from sensorium.server.processes.frontend_app import FrontendApp, build_frontend_app
+from sensorium.speech.transcript import Segment
+from sensorium.types.errors import (
+    CapacityError,
+    EngineLostError,
+    InvariantError,
+    MissingMediaError,
+    SensoriumError,
+    make_record,
+)
+
+logger = logging.getLogger(__name__)
+_SYNC_S = 1.0
+_LOAD_S = 60.0  # for a file on its way through the object store
+Answers = AsyncGenerator[bytes, None]
+Refs = Mapping[str, Any]  # digest -> a reference to the file in the object store
+
+
+class EngineReplica:
+    """One engine of a cluster. Ray makes it, in a process of its own."""
+
+    async def __init__(  # type: ignore[misc]
+        self, options: ServeOptions, encoders: DeploymentHandle[Any] | None = None
+    ) -> None:
+        """Load the model. Ray sends calls when this has returned.
+
+        `encoders` encode large media in place of this engine, if there are any.
+        """
+        listen_locally()
+        self._name = serve.get_replica_context().replica_id.unique_id
+        set_up_logging(
+            f"engine-{self._name}", log_format=options.log_format, log_level=options.log_level
+        )
+        self._host = CoreHost(options, on_end=self._on_core_end)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._open_sounds: dict[str, SoundRequest] = {}
+        self._max_sounds = options.max_concurrent_requests
+        try:
+            await self._host.start()
+            build = partial(
+                build_frontend_app,
+                identity="f0-1",
+                index=_draw_index(self._name),
+                shm_fd=self._host.shm_fd,
+                make_encoder=None if encoders is None else _connect(encoders, options),
+            )
+            self._app: FrontendApp = await asyncio.to_thread(build, options)
+            self._engine: AsyncEngine = self._app.engine
+            self._metrics = FrontendMetrics(options.model_names[0])
+            self._info = await self._host.wait_until_ready()
+            await self._engine.connect(self._info)
+        except BaseException:
+            await self._host.close()
+            raise
+        pool, speech = self._app.perception.pool, self._app.speech
+        if pool is not None:
+            pool.start()
+        self._transcriber = None if speech is None else AsyncTranscriber(self._engine, speech)
+        self._tasks.append(asyncio.create_task(self._sync_often()))
+
+    def check_health(self) -> None:
+        """Raise an error if Ray has to replace this engine."""
+        self._host.check()
+
+    def describe(self) -> bytes:
+        """Return a `Description` of this engine."""
+        return messages.encode(messages.Description(info=self._info))
+
+    async def run(self, call: bytes, refs: Refs | None = None, **_: object) -> Answers:
+        """Answer a call of a frontend with a stream of `messages.Answer`.
+
+        `refs` has the large files that came with the call. Closing the stream aborts the request.
+        """
+        yield messages.encode(messages.Accepted(self._name))
+        lacking: set[str] = set()
+        try:
+            self._host.check()
+            decoded = messages.decode_call(call)
+            async with aclosing(self._answer(decoded, refs or {}, lacking)) as answers:
+                async for answer in answers:
+                    yield messages.encode(answer)
+        except SensoriumError as error:
+            if isinstance(error, _LackingFileError):  # perhaps of another call for the same item
+                lacking.update(error.missing)
+            yield messages.encode(messages.Failure(make_record(error), tuple(lacking)))
+        except Exception as error:
+            logger.exception("a call of a frontend fails")
+            failed = InvariantError(f"internal error: {type(error).__name__}: {error}")
+            yield messages.encode(messages.Failure(make_record(failed)))
+        finally:
+            self._sync()
+
+    async def append_sound(self, message: bytes, *, pinned: str, **_: object) -> bytes:
+        """Take more of a sound, and return nothing, or a `Failure` if it is a sound of another.
+
+        Ray sends a call for an engine that is gone or is being removed to one that is left. The
+        sound of a request that has ended is dropped.
+        """
+        if pinned != self._name:
+            lost = EngineLostError("the engine that had the sound is gone: begin a new one")
+            return messages.encode(messages.Failure(make_record(lost)))
+        decoded = messages.decode_append(message)
+        request = self._open_sounds.get(decoded.request_id)
+        if request is not None:
+            request.send(messages.read_sound(decoded), is_last=decoded.is_last)
+        return b""
+
+    async def reset_cache(self, level: str) -> None:
+        await self._engine.reset_cache(level)
+
+    async def read_metrics(self) -> bytes:
+        """Return the values of all metrics of this engine and its core."""
+        self._sync()
+        directory = get_directory()
+        if directory is None:
+            raise InvariantError("the metrics of this engine have no directory")
+        return await asyncio.to_thread(encode_samples, Files(directory))
+
+    async def find(self, uuids: bytes) -> str | None:
+        """Return the name of this engine if it knows all of these uuids, else None."""
+        bindings = self._app.perception.pipeline.uuids
+        hasher = self._app.perception.pipeline.hasher
+        for key in messages.decode_uuids(uuids):
+            scope = UuidScope(client=key.client, cache_salt=key.cache_salt)
+            own = bindings.get(key.uuid, modality=key.modality, scope=scope)
+            external = bindings.get(
+                hasher.name_external(key.uuid, key.cache_salt),
+                modality=f"external {key.modality}",
+                scope=scope,
+            )
+            if own is None and external is None:
+                return None
+        return self._name
+
+    async def __del__(self) -> None:
+        """End the core. Ray calls this when all requests have ended, or their time is over."""
+        for task in self._tasks:
+            task.cancel()
+        if hasattr(self, "_engine"):
+            await self._engine.close()
+            self._app.perception.close()
+        if hasattr(self, "_host"):
+            await self._host.close()
+
+    # ---- calls
+
+    def _answer(
+        self, call: messages.Call, refs: Refs, lacking: set[str]
+    ) -> AsyncGenerator[messages.Answer, None]:
+        if isinstance(call, messages.Generate):
+            return self._generate(call, _Files(call.files, refs, lacking))
+        if isinstance(call, messages.Transcribe):
+            return self._transcribe(call, _Files(call.files, refs, lacking))
+        return self._take_sound(call)
+
+    async def _generate(
+        self, call: messages.Generate, files: _Files
+    ) -> AsyncGenerator[messages.Answer, None]:
+        prompt = messages.read_prompt(call.prompt, files.open)
+        deltas = self._engine.stream(
+            prompt, call.params, request_id=call.request_id, group=call.group
+        )
+        is_first = True
+        async with aclosing(deltas):
+            async for delta in deltas:
+                yield messages.Delta(messages.leave_out_prompt(delta, is_first=is_first))
+                is_first = False
+
+    async def _transcribe(
+        self, call: messages.Transcribe, files: _Files
+    ) -> AsyncGenerator[messages.Answer, None]:
+        if self._transcriber is None:
+            raise InvariantError("a model that can't transcribe was asked to")
+        parts = self._transcriber.transcribe(
+            DeferredBytes(call.digest, files.open(call.digest)),
+            call.options,
+            request_id=call.request_id,
+            cache_salt=call.cache_salt,
+        )
+        async with aclosing(parts):
+            async for part in parts:
+                if isinstance(part, Segment):
+                    yield messages.Part(segment=part)
+                else:
+                    yield messages.Part(transcript=part)
+
+    async def _take_sound(self, call: messages.OpenSound) -> AsyncGenerator[messages.Answer, None]:
+        if len(self._open_sounds) >= self._max_sounds:
+            raise CapacityError("the engine takes as many sounds as it can: try again later")
+        request = await self._engine.open_sound(
+            call.params, request_id=call.request_id, delay_ms=call.delay_ms
+        )
+        self._open_sounds[call.request_id] = request
+        try:
+            yield messages.Opened()
+            async for delta in request.deltas:
+                yield messages.Delta(delta)
+        finally:
+            del self._open_sounds[call.request_id]
+            request.close()
+
+    # ---- the engine's own state
+
+    def _on_core_end(self, reason: str) -> None:
+        if hasattr(self, "_engine"):  # else it is still being built, and `check_health` tells
+            self._engine.disconnect(f"the engine has ended ({reason}): send the request again")
+
+    def _sync(self) -> None:
+        num_preparing = self._engine.get_statistics().num_preparing
+        self._metrics.sync(perception=self._app.perception, num_preparing=num_preparing)
+
+    async def _sync_often(self) -> None:
+        while True:
+            await asyncio.sleep(_SYNC_S)
+            self._sync()
+
+
+def _draw_index(name: str) -> int:
+    """Return a number that differs between engines, so that they don't draw the same seeds."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=4).digest())
+
+
+def _connect(encoders: DeploymentHandle[Any], options: ServeOptions) -> MakeEncoder:
+    """Return a function that makes this engine's connection to the encoders of the cluster."""
+    return partial(
+        RayEncoder,
+        encoders,
+        asyncio.get_running_loop(),
+        timeout_s=options.media.encoder_timeout,
+    )
+
+
+class _LackingFileError(MissingMediaError):
+    """An error that is raised when a file is needed that the frontend has not sent.
+
+    Calls that wait for the same item get a copy of it, also one that came with the file.
+    """
+
+
+class _Files:
+    """The files of media of one call, which are loaded when a cache does not have the item.
+
+    The digests of files that are needed and did not come are added to `lacking`.
+    """
+
+    def __init__(self, sent: Mapping[str, bytes], refs: Refs, lacking: set[str]) -> None:
+        self._sent = sent
+        self._refs = refs
+        self._lacking = lacking
+
+    def open(self, digest: str) -> Callable[[], bytes]:
+        """Return a function that loads a file, for a thread that may block."""
+        return partial(self._load, digest)
+
+    def _load(self, digest: str) -> bytes:
+        if digest in self._sent:
+            return self._sent[digest]
+        if digest in self._refs:
+            try:
+                file: Any = ray.get(self._refs[digest], timeout=_LOAD_S)
+                return memoryview(file).tobytes()
+            except ray.exceptions.RayError as error:
+                raise EngineLostError(
+                    "a file of media was lost on its way to the engine: send the request again"
+                ) from error
+        self._lacking.add(digest)
+        raise _LackingFileError("a file of media did not come with the request", (digest,))

@@ -1,0 +1,85 @@
+"""Routes calls to the engines of a cluster by the media that they bring, inside Ray Serve.
+
+Ray makes a router in each process that calls engines. The routers share nothing: they place equal
+keys alike (`scale.placement`). A caller gives the key, and may name an engine that must have the
+call or one that should not, as keyword arguments.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+# As a module: Ray sends the class below to other processes with copies of what it refers to.
+from sensorium.scale import placement
+from sensorium.utils.lru import LruCache
+
+_MAX_CALLS = 2**14
+
+
+class MediaAffinityRouter(RequestRouter):
+    """A router that sends equal media to the same engine, unless that has too much to do."""
+
+    def initialize_state(self, **limits: Any) -> None:
+        """Take the limits on load, which are the fields of `LoadLimits`."""
+        self._placement = placement.Placement(placement.LoadLimits(**limits))
+        # Ray's id of a call -> the home of its key. Calls that are never sent leave theirs behind.
+        self._homes: LruCache[str, str] = LruCache(_MAX_CALLS)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the engines in the order in which Ray shall try them."""
+        began = time.perf_counter()
+        by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        given = {} if pending_request is None else pending_request.kwargs
+        pinned, avoided = given.get("pinned"), given.get("avoided")
+        if pending_request is not None:
+            # Without this, Ray asks again at once for as long as all engines are full.
+            pending_request.routing_context.should_backoff = True
+        if pinned in by_name:
+            return [[by_name[pinned]]]
+        key = str(given.get("routing_key", ""))
+        queues = {name: self._get_queue(replica) for name, replica in by_name.items()}
+        order = self._placement.rank(key, queues)
+        if avoided in by_name and len(order) > 1:
+            order = [name for name in order if name != avoided] + [avoided]
+        if (ticket := given.get("ticket")) is not None and order:
+            placement.TALLY.tried.put(ticket, order[0])
+        if order and pending_request is not None and key and avoided is None:  # once for a call
+            home = placement.rank_replicas(key, queues)[0]
+            self._homes.put(pending_request.metadata.internal_request_id, home)
+        placement.TALLY.seconds += time.perf_counter() - began
+        return [[by_name[name]] for name in order]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the replicas that live now."""
+        super().update_replicas(replicas)
+        placement.TALLY.num_replicas = len(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica that did not answer because it is gone."""
+        super().on_replica_actor_died(replica_id)
+        placement.TALLY.num_replicas = len(self.curr_replicas)
+
+    def on_request_routed(
+        self,
+        pending_request: PendingRequest,
+        replica_id: ReplicaID,
+        result: Any,  # noqa: ARG002
+    ) -> None:
+        """Count a call that has been sent, and remember where its key was placed."""
+        home = self._homes.get(pending_request.metadata.internal_request_id)
+        key = pending_request.kwargs.get("routing_key")
+        if home is None or not key:
+            return
+        placement.TALLY.num_placed += 1
+        placement.TALLY.num_spilled += replica_id.unique_id != home
+        self._placement.note(str(key), replica_id.unique_id, home)
+
+    def _get_queue(self, replica: RunningReplica) -> int:
+        return self.replica_queue_len_cache.get(replica.replica_id) or 0
