@@ -118,7 +118,7 @@ def main() -> None:
     from sensorium.server.metrics.frontend import FrontendMetrics
     from sensorium.server.processes.frontend_app import build_frontend_app
 
-    frontend = build_frontend_app(start)
+    frontend = build_frontend_app(start.options, identity=start.identity, shm_fd=start.shm_fd)
     app = make_app(frontend.engine, options, FrontendMetrics(model))
     counts: Counts = {"lengths": {}}
     finish = watch(counts)

@@ -97,7 +97,7 @@ def build(model: str, **options: Any) -> Iterator[FrontendApp]:
     start = StartFrontend(
         options=given, index=0, identity="f0-1", listen_fd=-1, counts_fd=-1, socket_dir="/nowhere"
     )
-    half = build_frontend_app(start)
+    half = build_frontend_app(start.options, identity=start.identity, shm_fd=start.shm_fd)
     try:
         yield half
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sensorium import SamplingParams
-from tests.parity.cases import FAMILIES
+from tests.parity.cases import FAMILIES, every_second
 from tests.parity.reference import NUM_TOKENS, Reference, ReferenceOf
 from tests.support.engine import make_llm
 
@@ -35,9 +35,8 @@ def copy_with_eos(reference: Reference, eos: int | list[int], directory: Path) -
     return Reference(str(directory), reference.family, reference.kept)
 
 
-@pytest.mark.parametrize(
-    ("family", "is_list"), [("llama", False), *((family, True) for family in FAMILIES)]
-)
+@pytest.mark.parametrize("is_list", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", every_second(FAMILIES, 0))
 def test_end_of_sequence_tokens_of_the_model_are_honoured(
     reference_of: ReferenceOf, family: str, is_list: bool, tmp_path: Path
 ) -> None:

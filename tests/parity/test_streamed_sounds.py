@@ -107,6 +107,7 @@ def test_replayed_steps(
         assert_nothing_is_left(llm)
 
 
+@pytest.mark.slow
 def test_after_preemptions(model: str, reference: StreamedReference, sounds: list[Samples]) -> None:
     num_bytes = get_kv_bytes(make_probe(model), 120)
     options = {"block_size": 1, "max_num_batched_tokens": 32}
