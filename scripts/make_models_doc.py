@@ -74,10 +74,11 @@ passed in a run of `make test`. Every family has its processor outputs, prompts,
 logits compared stage by stage, then greedy tokens: alone, staggered with budgets of 7, 24 and 4096
 tokens, with cached prefixes and encoder outputs, with a full encoder cache and preempted; and once
 more with steps that are replayed from fixed memory, as CUDA graphs are. They are also sampled under
-neighbours, and put under a random stress. `make test` compares stage by stage, alone and at the end
-of a sequence for every family, and runs the other tests for some families and settings only. Where
-a column is empty, another family stands for this one. `make test-slow` runs all families with all
-settings. *Controls* are deliberate mistakes that must change tokens.
+neighbours, and put under a random stress. `make test` compares the processor outputs, the prompts,
+the decoder inputs and the tokens of each prompt alone for every family, and runs the other tests
+for some families and settings only: where a column is empty, other families stand for this one.
+`make test-slow` runs all families with all settings. *Controls* are deliberate mistakes that must
+change tokens.
 """
 
 

@@ -50,7 +50,7 @@ def make_truncated_image() -> Image.Image:
         ([torch.full((3, 60, 60), torch.inf)], "image.*not finite"),
     ],
 )
-@pytest.mark.parametrize("family", ["llava", "gemma3"])
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_images_that_cannot_be_read_are_refused(
     neighbours_of: NeighboursOf, family: str, images: list[Any], message: str
 ) -> None:

@@ -189,6 +189,7 @@ def test_a_client_that_leaves_ends_its_transcript(server: ServerProcess) -> None
     wait_until_idle(server)
 
 
+@pytest.mark.slow
 def test_frontends_that_share_a_cache_share_the_pieces(shared_server: ServerProcess) -> None:
     """Each of the two frontends gets the file at some time, and finds what the other has made."""
     sound = write_sound(make_audio(40.0, seed=5), "WAV", "PCM_16")

@@ -73,13 +73,13 @@ def with_slow_relatives(families: Sequence[str]) -> list[Any]:
     ]
 
 
-def every_second(families: Sequence[str], first: int) -> list[Any]:
-    """Return families as parameters of a test. Relatives are for `make test-slow`.
+def every_third(families: Sequence[str], first: int) -> list[Any]:
+    """Return families as parameters of a test, most of them for `make test-slow`.
 
-    So is every second one of the others. `first` is 0 or 1, the index of the first one of them that
-    is in every run.
+    One in three of those that are no relatives is in every run. `first` is the index of the first
+    one of them: 0, 1 or 2. Three tests with different ones have all of them together.
     """
-    chosen = [family for family in families if family not in RELATIVES][first::2]
+    chosen = [family for family in families if family not in RELATIVES][first::3]
     return [
         pytest.param(family, marks=() if family in chosen else pytest.mark.slow)
         for family in families
