@@ -113,6 +113,7 @@ class Perception:
         """
         self.loader.close()
         if self.apart is not None:
+            self.apart.backend.close()  # first, so that what the service loses is not begun here
             self.apart.service.close()
         if self.tiers is not None:
             self.tiers.close()

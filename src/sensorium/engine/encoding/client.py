@@ -262,7 +262,10 @@ class SocketEncoder:
         if not self._pause.may_try():
             raise EncoderLostError(f"the encoder at {self._path!r} can't be reached")
         began = time.monotonic()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # the process has no more descriptors
+            raise self._lose(_describe(error), began) from error
         channel = Channel(connection)
         with self._lock:
             self._sockets.add(connection)

@@ -91,6 +91,10 @@ class EncodingService:
             except TimeoutError as error:
                 raise CapacityError("the media item could not be encoded in time") from error
 
+    def clear_cache(self) -> None:
+        """Forget all results. Those of items that are being worked on are still kept."""
+        self._kept.clear()
+
     def get_counts(self) -> EncoderCounts:
         """Return how many items were asked for, found, perceived and encoded so far."""
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -20,8 +20,10 @@ from sensorium.multimodal.media import MediaBytes
 from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.single_flight import Flight
-from sensorium.types.errors import CapacityError
+from sensorium.types.errors import CapacityError, StoppingError
 from sensorium.types.multimodal import APART_OUTCOMES
+
+_NUM_FALLBACKS = 8  # items that may wait for the engine's own backend at once
 
 
 class EncoderService(Protocol):
@@ -46,7 +48,9 @@ class ApartBackend:
     """A backend that gives items of more than `above` bytes to an encoder apart.
 
     All other items go to `local`, the engine's own backend. With `has_fallback`, an item goes there
-    too if the encoder can't be had.
+    too if the encoder can't be had. That happens in threads of this backend, because the engine's
+    own backend may wait for room or do the whole work at once, and the thread in which an encoder's
+    answer comes may be that of an event loop.
     """
 
     def __init__(
@@ -58,6 +62,11 @@ class ApartBackend:
         self._has_fallback = has_fallback
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._threads = ThreadPoolExecutor(_NUM_FALLBACKS, thread_name_prefix="fallback")
+
+    def close(self) -> None:
+        """Give no more items to the engine's own backend. Those that wait for that fail."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def get_counts(self) -> dict[str, int]:
         """Return how many items were meant for the encoder so far, by what became of them."""
@@ -84,13 +93,29 @@ class ApartBackend:
             self._count("encoded")
             _settle(flight, asked.result(), None)
         elif isinstance(error, CapacityError) and self._has_fallback:
-            self._count("fallback")
-            self._start_here(flight, job, media)
+            self._fall_back(flight, job, media)
         else:
             self._count("failed" if isinstance(error, CapacityError) else "refused")
             _settle(flight, None, error)
 
+    def _fall_back(self, flight: Flight, job: ItemJob, media: object) -> None:
+        """Give an item to the engine's own backend, in another thread than this one."""
+
+        def check(started: Future[None]) -> None:
+            if started.cancelled():
+                _settle(flight, None, StoppingError("the engine is closed"))
+
+        try:
+            started = self._threads.submit(self._start_here, flight, job, media)
+        except RuntimeError:  # it was closed
+            _settle(flight, None, StoppingError("the engine is closed"))
+            return
+        self._count("fallback")
+        started.add_done_callback(check)
+
     def _start_here(self, flight: Flight, job: ItemJob, media: object) -> None:
+        if flight.cancelled():
+            return
         try:
             local = self._local.start(job, media)
         except BaseException as error:

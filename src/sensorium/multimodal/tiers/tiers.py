@@ -49,6 +49,7 @@ from sensorium.utils.lru import LruCache
 _SMALL_BYTES = 2**16  # a tensor of fractions up to this size stands beside the layout
 _TOUCH_S = 600.0  # an item that is used again and again is marked once in this time
 _MAX_TOUCHED = 2**16  # items of which the last mark is remembered
+_MARK_BYTES = 2**10  # memory that a mark counts as while it waits, so that a slow store has few
 _VERSION = 1  # of the content of entries
 # Entries are kept for hashes of content, and for windows of a sound that has one.
 _HASH = re.compile(r"[0-9a-f]{64}(@[0-9]+)?")
@@ -128,7 +129,7 @@ class MediaTiers:
         self._touched.put(mm_hash, now)
         for store in self._stores:
             for part in (self._layout, self._tensors, self._encoded):
-                self.writer.submit(partial(store.touch, _name(mm_hash, part)), 0)
+                self.writer.submit(partial(store.touch, _name(mm_hash, part)), _MARK_BYTES)
 
     def save_item(
         self,
