@@ -11,7 +11,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -50,18 +50,20 @@ class ClusterEngine(AsyncEngine):
 
     _engines: Engines
     _peers: Replicas
+    _encoders: Replicas | None
 
     @property
     def is_connected(self) -> bool:
         """Return whether there is an engine that takes requests."""
-        return self._is_alone and TALLY.num_replicas > 0
+        return self._is_alone and bool(TALLY.replicas)
 
-    async def use(self, engines: Engines, peers: Replicas) -> None:
+    async def use(self, engines: Engines, peers: Replicas, encoders: Replicas | None) -> None:
         """Send requests to these engines from now on. Wait until the first of them is ready.
 
-        `peers` are all frontends of the cluster, with this one.
+        `peers` are all frontends of the cluster, with this one. `encoders` are those that work for
+        the engines, if there are any.
         """
-        self._engines, self._peers = engines, peers
+        self._engines, self._peers, self._encoders = engines, peers, encoders
         self.run_alone(await engines.describe())
 
     async def generate(
@@ -94,7 +96,10 @@ class ClusterEngine(AsyncEngine):
             outline = await self._preparation.outline(prompt, params)
         finally:
             self._num_preparing -= 1
-        wire, files = messages.write_prompt(outline.prompt)
+        prompt = outline.prompt
+        wire, files = await messages.run_long(
+            messages.brings_tensors(prompt), messages.write_prompt, prompt
+        )
         call = messages.Generate(
             prompt=wire, params=outline.params, request_id=request_id, group=group
         )
@@ -102,17 +107,24 @@ class ClusterEngine(AsyncEngine):
             call,
             key=choose_key(outline),
             files=files,
-            uuids=messages.list_uuids(outline.prompt),
+            uuids=messages.list_uuids(prompt),
             may_repeat=may_repeat,
         )
         token_ids: tuple[int, ...] = ()
+        has_output = is_repeated = False
         async with aclosing(answers):
             async for answer in answers:
-                if isinstance(answer, messages.Delta):
-                    token_ids = answer.delta.prompt_token_ids or token_ids
-                    yield messages.restore_prompt(
-                        answer.delta, text=outline.text, token_ids=token_ids
-                    )
+                if isinstance(answer, messages.Accepted):
+                    is_repeated = has_output
+                if not isinstance(answer, messages.Delta):
+                    continue
+                has_output = True
+                token_ids = answer.delta.prompt_token_ids or token_ids
+                delta = messages.restore_prompt(
+                    answer.delta, text=outline.text, token_ids=token_ids
+                )
+                # What comes again was counted before. The final output has all of it.
+                yield replace(delta, deltas=()) if is_repeated else delta
 
     async def open_sound(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
@@ -156,11 +168,16 @@ class ClusterEngine(AsyncEngine):
             digest=digest, options=options, request_id=request_id, cache_salt=cache_salt
         )
         key, replica = (digest, None) if session is None else (session.key, session.replica)
-        return self._engines.run(call, key=key, files={digest: file}, replica=replica)
+        # The file always comes with the call, since a part of a known sound may be needed after the
+        # first segments, when nothing can be repeated.
+        files = {digest: file}
+        return self._engines.run(call, key=key, files=files, replica=replica, sends_all=True)
 
     async def reset_cache(self, level: str) -> None:
         if level == "mm":
             await self._peers.call_all("forget_media")
+        if self._encoders is not None:
+            await self._encoders.reset_cache(level)
         await self._engines.reset_cache(level)
 
     def forget_media(self) -> None:

@@ -65,7 +65,8 @@ def make_application(options: ServeOptions, scale: ScaleOptions) -> serve.Applic
         ray_actor_options={"num_cpus": scale.encoder_cpus, "num_gpus": gpus},
         request_router_config=_make_router(MAX_ITEMS),
     )(EncoderReplica)
-    return frontend.bind(options, engine.bind(options, encoder.bind(options)))
+    encoders = encoder.bind(options)
+    return frontend.bind(options, engine.bind(options, encoders), encoders)
 
 
 def _make_router(max_queue: int) -> RequestRouterConfig:

@@ -50,7 +50,11 @@ logger = logging.getLogger(__name__)
 MAX_ITEMS = 64  # that an encoder works on at once, each in a thread that mostly waits
 _GONE = "no encoder of the cluster answers"
 _LOAD_S = 60.0  # for a block on its way through the object store
-_FAILURES = (TimeoutError, WrongAnswerError, RayError, RayServeException, msgspec.MsgspecError)
+_FAILURES = (
+    *(TimeoutError, WrongAnswerError, RayError, RayServeException, msgspec.MsgspecError),
+    StopAsyncIteration,  # its stream ended without an answer
+)
+_RESETS = ("mm", "encoder")  # an encoder keeps what is both: processed media with its embeddings
 _ACCEPT_S = 3.0  # after which a job that no encoder has taken goes back to the engine
 
 
@@ -81,6 +85,11 @@ class EncoderReplica:
         """Raise an error if Ray has to replace this encoder."""
         if self._encoder.towers.has_failed.is_set():
             raise EncoderLostError("the towers of this encoder have failed")
+
+    def reset_cache(self, level: str) -> None:
+        """Forget what this encoder has kept of media, unless another cache is meant."""
+        if level in _RESETS:
+            self._encoder.service.clear_cache()
 
     async def encode(
         self, job: bytes, source: Any, identity: str, **_: object
@@ -167,6 +176,10 @@ class RayEncoder:
             if isinstance(error, EncoderLostError):
                 self._warn(error)
             raise
+        except Exception as error:  # whatever it is, the engine can do without the encoder
+            logger.exception("an item could not be encoded by the cluster")
+            self._breaker.note_failure(token, f"{type(error).__name__}: {error}")
+            raise EncoderLostError(_GONE) from error
         self._breaker.note_success(token)
         return finished
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from contextvars import Context
 from typing import Any
 
 import msgspec
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ObjectStoreFullError, RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -44,6 +44,7 @@ _ACCEPT_S = 20.0  # after which a call that no engine has accepted is sent again
 _MAX_UNACCEPTED = 3  # times after which it fails
 _CONTROL_S = 30.0  # for calls that go to all engines
 _READ_S = 10.0  # for the metrics of all processes; Prometheus itself waits no longer
+_FIND_S = 5.0  # for an engine to say whether it knows media; one that hangs is not waited for
 _LOST = "the engine that had the request has ended: send the request again"
 _NONE = "no engine of the cluster takes requests right now: try again later"
 CountRetry = Callable[[str], None]
@@ -80,6 +81,10 @@ class Replicas:
         """Return the values of the metrics of all processes."""
         return await self.call_all("read_metrics", timeout_s=_READ_S)
 
+    async def reset_cache(self, level: str) -> None:
+        """Empty a cache of all processes, and wait until that is done."""
+        await self.call_all("reset_cache", level)
+
 
 class Engines(Replicas):
     """The engines of a cluster, as one frontend calls them. Belongs to one event loop.
@@ -105,6 +110,7 @@ class Engines(Replicas):
         uuids: Sequence[messages.UuidKey] = (),
         may_repeat: bool = False,
         replica: str | None = None,
+        sends_all: bool = False,
     ) -> AsyncGenerator[messages.Answer, None]:
         """Yield the answers to a call, and raise its error. Closing the generator aborts the call.
 
@@ -112,11 +118,12 @@ class Engines(Replicas):
         calls with the same `key` go to the same engine if that is possible. `files` are those of
         the call's media by their digests. `uuids` are names of media that the client has not sent.
         The first answer is always `Accepted`; it comes again if the call is repeated. With
-        `may_repeat` a call is repeated even if it has had output, which then begins anew.
+        `may_repeat` a call is repeated even if it has had output, which then begins anew. With
+        `sends_all` the files are sent even if an engine has had them before.
         """
-        attempt = _Attempt(key=key, pinned=replica)
+        attempt = _Attempt(key=key, pinned=replica, sends_all=sends_all)
         for _ in range(_MAX_ATTEMPTS):
-            has_output, failure = False, None
+            has_output, is_complete, failure = False, False, None
             async with aclosing(self._run_once(call, attempt, files or {})) as answers:
                 async for answer in answers:
                     if isinstance(answer, messages.Failure):
@@ -126,11 +133,16 @@ class Engines(Replicas):
                         attempt.replica = answer.replica
                     else:
                         has_output = True
+                        is_complete = messages.is_last(answer)
                     yield answer
-            if failure is None:
+            if is_complete:
                 for digest in files or {}:
                     self._known.put(digest, True)
                 return
+            if failure is None:  # the stream broke off without an error
+                failure = messages.Failure(make_record(EngineLostError(_LOST)))
+            for digest in failure.lacks:
+                self._known.remove(digest)
             error = failure.error.make_error()
             is_final = has_output and not may_repeat
             if is_final or not await self._plan_retry(attempt, failure, error, uuids):
@@ -153,10 +165,6 @@ class Engines(Replicas):
             failure = messages.decode_answer(answer)
             if isinstance(failure, messages.Failure):
                 raise failure.error.make_error()
-
-    async def reset_cache(self, level: str) -> None:
-        """Empty a cache of all engines, and wait until that is done."""
-        await self.call_all("reset_cache", level)
 
     async def _plan_retry(
         self,
@@ -181,24 +189,34 @@ class Engines(Replicas):
             attempt.pinned, attempt.avoided = None, attempt.replica
             self._count_retry("lost")
             return True
-        if isinstance(error, MissingMediaError) and uuids and not attempt.was_moved:
-            attempt.was_moved = True
-            attempt.pinned = await self._find(uuids, without=attempt.replica)
-            if attempt.pinned is not None:
+        if isinstance(error, MissingMediaError) and uuids:
+            if attempt.knowing is None:
+                attempt.knowing = await self._find(uuids, without=attempt.replica)
+            if attempt.knowing:
+                attempt.pinned = attempt.knowing.pop(0)
                 self._count_retry("moved")
                 return True
         return False
 
-    async def _find(self, uuids: Sequence[messages.UuidKey], *, without: str | None) -> str | None:
-        """Return the name of another engine that knows all of these names of media, or None.
+    async def _find(self, uuids: Sequence[messages.UuidKey], *, without: str | None) -> list[str]:
+        """Return the names of other engines that know all of these names of media.
 
-        The engine `without` was asked for the media before. It may know the names all the same,
-        because an engine remembers a name longer than its media.
+        An engine remembers a name longer than its media. So the engine `without`, which was asked
+        for the media, may know the names, too; and several may have to be asked. One that does not
+        answer in time counts as one that knows nothing.
         """
-        with suppress(EngineLostError):
-            names = await self.call_all("find", messages.encode(tuple(uuids)))
-            return next((name for name in names if name not in (None, without)), None)
-        return None
+        encoded = messages.encode(tuple(uuids))
+
+        async def ask(name: str) -> str | None:
+            find = self._handle.find.remote
+            sent = Context().run(find, encoded, pinned=name, routing_key=name)
+            answer: str | None = await asyncio.wait_for(sent, _FIND_S)
+            return answer
+
+        others = [name for name in TALLY.replicas if name != without]
+        answers = await asyncio.gather(*map(ask, others), return_exceptions=True)
+        found = [name for name in answers if isinstance(name, str) and name != without]
+        return list(dict.fromkeys(found))
 
     async def _run_once(
         self, call: messages.Call, attempt: _Attempt, files: Mapping[str, MediaBytes]
@@ -214,7 +232,9 @@ class Engines(Replicas):
                     refs[digest] = await asyncio.to_thread(_put, file.data)
             if small and not isinstance(call, messages.OpenSound):
                 call = msgspec.structs.replace(call, files=small)
-            encoded = messages.encode_call(call)
+            encoded = await messages.run_long(
+                messages.has_tensors(call), messages.encode_call, call
+            )
             # In a context of its own: Ray would give all calls for one request of a client the same
             # id, and mix them up if they are made at the same time.
             stream = Context().run(
@@ -238,7 +258,7 @@ class Engines(Replicas):
             stream = None
         except TimeoutError as error:
             raise CapacityError(_NONE) from error
-        except BackPressureError as error:
+        except (BackPressureError, ObjectStoreFullError) as error:
             raise CapacityError(_NONE) from error
         except (RayError, RayServeException, StopAsyncIteration):  # the last: not even accepted
             yield messages.Failure(make_record(EngineLostError(_LOST)))
@@ -250,17 +270,18 @@ class Engines(Replicas):
 class _Attempt:
     """How a call is sent, which changes from attempt to attempt."""
 
-    def __init__(self, *, key: str, pinned: str | None = None) -> None:
+    def __init__(self, *, key: str, pinned: str | None, sends_all: bool) -> None:
         self.key = key
         self.pinned = pinned  # the engine that must have it, unless it is gone
         self.replica: str | None = None  # the engine that accepted it last
         self.avoided: str | None = None  # the engine that should not have it
-        self.sends_all = False  # all files are sent, whatever is known
+        self.sends_all = sends_all  # all files are sent, whatever is known
         self.ticket = uuid.uuid4().hex  # by which the router notes where it was sent
         self.is_unaccepted = False  # no engine has accepted it in time
         self.num_unaccepted = 0
         self.was_lost = False
-        self.was_moved = False
+        # Other engines that know the media which the client only named. None: not looked for yet.
+        self.knowing: list[str] | None = None
 
 
 def _put(data: bytes) -> Any:

@@ -43,7 +43,10 @@ class Frontend:
     """One frontend of a cluster. Ray makes it, in a process of its own."""
 
     async def __init__(  # type: ignore[misc]
-        self, options: ServeOptions, engines: DeploymentHandle[Any]
+        self,
+        options: ServeOptions,
+        engines: DeploymentHandle[Any],
+        encoders: DeploymentHandle[Any] | None = None,
     ) -> None:
         """Build the application, and wait until an engine is ready."""
         listen_locally()
@@ -69,7 +72,11 @@ class Frontend:
         if self._perception.pool is not None:
             self._perception.pool.start()
         self._peers = Replicas(serve.get_deployment_handle(NAME, context.app_name))
-        await self._engine.use(Engines(engines, count_retry=self._metrics.count_retry), self._peers)
+        await self._engine.use(
+            Engines(engines, count_retry=self._metrics.count_retry),
+            self._peers,
+            None if encoders is None else Replicas(encoders),
+        )
         self._syncing = asyncio.create_task(self._sync_often())
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

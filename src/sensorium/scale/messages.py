@@ -7,9 +7,10 @@ engine should know it. Embeddings and tensors that a client sent are in the mess
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -37,6 +38,7 @@ from sensorium.types.outputs import RequestDelta
 from sensorium.types.sampling import SamplingParams
 
 LoadFile = Callable[[], bytes]
+T = TypeVar("T")
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +166,13 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 Answer = Accepted | Opened | Delta | Part | Failure
 
 
+def is_last(answer: Answer) -> bool:
+    """Return whether a call has ended with this answer, and has its whole result."""
+    if isinstance(answer, Delta):
+        return answer.delta.final is not None
+    return isinstance(answer, Part) and answer.transcript is not None
+
+
 class Description(msgspec.Struct, frozen=True, kw_only=True):
     """What a frontend has to know of an engine."""
 
@@ -219,6 +228,28 @@ def encode_call(call: Call) -> bytes:
 
 
 # ---- prompts
+
+
+def brings_tensors(prompt: EnginePrompt) -> bool:
+    """Return whether a client has sent tensors with a prompt, which are copied to be sent."""
+    has_embeds = any(isinstance(item.media, PrecomputedEmbeds) for item in prompt.media)
+    return prompt.rendered is not None or has_embeds
+
+
+def has_tensors(call: Call) -> bool:
+    """Return whether a call has tensors that a client sent."""
+    if not isinstance(call, Generate):
+        return False
+    has_embeds = any(media.embeds is not None for media in call.prompt.media)
+    return call.prompt.processed is not None or has_embeds
+
+
+async def run_long(is_long: bool, work: Callable[..., T], *arguments: object) -> T:
+    """Call a function and return its result. A long one runs in a thread.
+
+    Otherwise it would hold up all other requests of this process.
+    """
+    return await asyncio.to_thread(work, *arguments) if is_long else work(*arguments)
 
 
 def write_prompt(prompt: EnginePrompt) -> tuple[WirePrompt, dict[str, MediaBytes]]:

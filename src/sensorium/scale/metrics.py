@@ -2,12 +2,13 @@
 
 Each process keeps its metrics as on one machine. A frontend that is asked for `/metrics` asks all
 others for their values, and adds them up. Shares are averages over the processes that have them.
+What a cache holds that processes share is that of the process which has most.
 A process that has ended takes its counts with it, as does a server that is restarted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from prometheus_client.metrics_core import Metric
@@ -16,6 +17,8 @@ from prometheus_client.registry import Collector
 from sensorium.server.metrics.frontend import FrontendMetrics
 
 _SHARE = "_perc"  # the end of the names of gauges that are shares of a whole, and no counts
+_CONTENTS = tuple(f"sensorium:cache_{what}" for what in ("items", "bytes", "capacity_bytes"))
+_SHARED = ("disk", "remote")  # levels of caching that processes share
 _INFO = "_info"  # the end of the names of series that have their content in labels, with value 1
 _CREATED = "_created"  # the end of the names of times, which no server of one machine writes
 _SPILLS = "sensorium:scale_spills_total"
@@ -81,17 +84,18 @@ class Sums(Collector):
         for name, head in heads.items():
             metric = Metric(name, head.text, head.kind)
             for (sample_name, labels), given in values[name].items():
-                metric.add_sample(sample_name, dict(labels), _unite(name, given))
+                united = _unite(name, dict(labels), given)
+                metric.add_sample(sample_name, dict(labels), united)
             yield metric
 
 
-def _unite(name: str, given: Sequence[float]) -> float:
+def _unite(name: str, labels: Mapping[str, str], given: Sequence[float]) -> float:
     """Return the value of a series for all processes together.
 
     Every process has all series. One that is always 0 where it means nothing does not lower an
-    average.
+    average. What several processes share is not added up.
     """
-    if name.endswith(_INFO):
+    if name.endswith(_INFO) or (name in _CONTENTS and labels.get("level") in _SHARED):
         return max(given)
     if not name.endswith(_SHARE):
         return sum(given)

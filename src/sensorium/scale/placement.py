@@ -103,14 +103,14 @@ class Tally:
     """What the routers of this process have counted, for its metrics.
 
     `tried` maps the ticket of a call to the replica that Ray was to try first. A caller finds there
-    which one has not answered.
+    which one has not answered. `replicas` are those that live, as Ray has said last.
     """
 
     def __init__(self) -> None:
         self.tried: LruCache[str, str] = LruCache(_MAX_CALLS)
         self.num_placed = 0
         self.num_spilled = 0  # calls that did not go to the home of their key, because of load
-        self.num_replicas = 0  # that live, as Ray has said last
+        self.replicas: tuple[str, ...] = ()
         self.seconds = 0.0  # that were spent on choosing
 
 

@@ -48,6 +48,7 @@ from sensorium.types.errors import (
 logger = logging.getLogger(__name__)
 _SYNC_S = 1.0
 _LOAD_S = 60.0  # for a file on its way through the object store
+_LONG_BYTES = 2**20  # of a call, from which on it is decoded in a thread
 Answers = AsyncGenerator[bytes, None]
 Refs = Mapping[str, Any]  # digest -> a reference to the file in the object store
 
@@ -111,7 +112,8 @@ class EngineReplica:
         lacking: set[str] = set()
         try:
             self._host.check()
-            decoded = messages.decode_call(call)
+            is_long = len(call) >= _LONG_BYTES
+            decoded = await messages.run_long(is_long, messages.decode_call, call)
             async with aclosing(self._answer(decoded, refs or {}, lacking)) as answers:
                 async for answer in answers:
                     yield messages.encode(answer)
@@ -152,7 +154,7 @@ class EngineReplica:
             raise InvariantError("the metrics of this engine have no directory")
         return await asyncio.to_thread(encode_samples, Files(directory))
 
-    async def find(self, uuids: bytes) -> str | None:
+    async def find(self, uuids: bytes, **_: object) -> str | None:
         """Return the name of this engine if it knows all of these uuids, else None."""
         bindings = self._app.perception.pipeline.uuids
         hasher = self._app.perception.pipeline.hasher
@@ -192,7 +194,9 @@ class EngineReplica:
     async def _generate(
         self, call: messages.Generate, files: _Files
     ) -> AsyncGenerator[messages.Answer, None]:
-        prompt = messages.read_prompt(call.prompt, files.open)
+        prompt = await messages.run_long(
+            messages.has_tensors(call), messages.read_prompt, call.prompt, files.open
+        )
         deltas = self._engine.stream(
             prompt, call.params, request_id=call.request_id, group=call.group
         )

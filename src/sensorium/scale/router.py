@@ -59,12 +59,12 @@ class MediaAffinityRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that live now."""
         super().update_replicas(replicas)
-        placement.TALLY.num_replicas = len(replicas)
+        self._note_replicas()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Forget a replica that did not answer because it is gone."""
         super().on_replica_actor_died(replica_id)
-        placement.TALLY.num_replicas = len(self.curr_replicas)
+        self._note_replicas()
 
     def on_request_routed(
         self,
@@ -80,6 +80,9 @@ class MediaAffinityRouter(RequestRouter):
         placement.TALLY.num_placed += 1
         placement.TALLY.num_spilled += replica_id.unique_id != home
         self._placement.note(str(key), replica_id.unique_id, home)
+
+    def _note_replicas(self) -> None:
+        placement.TALLY.replicas = tuple(replica.unique_id for replica in self.curr_replicas)
 
     def _get_queue(self, replica: RunningReplica) -> int:
         return self.replica_queue_len_cache.get(replica.replica_id) or 0

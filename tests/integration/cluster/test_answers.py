@@ -177,7 +177,7 @@ def test_media_that_is_only_named_is_found_again(cluster: ServerProcess, sample:
 
 def test_a_uuid_is_found_at_the_engine_of_a_costlier_item(cluster: ServerProcess) -> None:
     """Both uuids are bound where the first request went, though each has a home of its own."""
-    names = [f"pair {index}" for index in range(6)]
+    names = [f"pair {index}" for index in range(12)]
     parts = [make_picture(30 + i, uuid=name) for i, name in enumerate(names)]
     cluster.post("/v1/chat/completions", make_chat(parts, **_FIELDS)).raise_for_status()
     before = cluster.get_metrics()
@@ -186,7 +186,7 @@ def test_a_uuid_is_found_at_the_engine_of_a_costlier_item(cluster: ServerProcess
         answer = cluster.post("/v1/chat/completions", make_chat([named], **_FIELDS))
         answer.raise_for_status()
     moved = _grow(before, cluster.get_metrics(), 'sensorium:scale_retries_total{reason="moved"}')
-    assert 0 < moved < 6  # by chance of hashes all might have one home: once in 32 runs
+    assert 0 < moved < 12  # by chance of hashes all might have one home: once in 2,000 runs
 
 
 def test_a_uuid_stands_for_one_picture_in_the_whole_cluster(cluster: ServerProcess) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,11 +27,14 @@ JOB = ItemJob(mm_hash="ab" * 32, modality="image", decode_options=None, processo
 class Stream:
     """The answers of an encoder, as Ray gives them."""
 
-    def __init__(self, answers: list[tuple[bytes, Any]]) -> None:
+    def __init__(self, answers: list[tuple[bytes, Any] | Exception]) -> None:
         self._answers = iter(answers)
 
     async def __anext__(self) -> tuple[bytes, Any]:
-        return next(self._answers)
+        answer = next(self._answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def __aiter__(self) -> AsyncIterator[tuple[bytes, Any]]:
         return self
@@ -42,7 +46,7 @@ class Stream:
 class Handle:
     """A handle of encoders that all answer alike."""
 
-    def __init__(self, answer: bytes) -> None:
+    def __init__(self, answer: bytes | Exception) -> None:
         self._answer = answer
         self.encode = self
 
@@ -50,6 +54,8 @@ class Handle:
         return self
 
     def remote(self, *_given: object, **_named: object) -> Stream:
+        if isinstance(self._answer, Exception):
+            return Stream([(b"", None), self._answer])
         return Stream([(b"", None), (self._answer, None)])
 
 
@@ -58,7 +64,7 @@ async def ask(encoder: tested.RayEncoder) -> FinishedItem:
     return await asyncio.wrap_future(future)
 
 
-def make_encoder(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> tested.RayEncoder:
+def make_encoder(answer: bytes | Exception, monkeypatch: pytest.MonkeyPatch) -> tested.RayEncoder:
     monkeypatch.setattr(tested, "_put", lambda _blocks: None)
     return tested.RayEncoder(
         cast(Any, Handle(answer)),
@@ -85,13 +91,29 @@ def test_an_encoder_that_encodes_otherwise_is_logged_once(
     assert [reason in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_an_answer_that_is_none_is_a_lost_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "answer", [b"nonsense", StopAsyncIteration(), KeyError("a bug")], ids=["nonsense", "end", "bug"]
+)
+def test_an_answer_that_is_none_is_a_lost_encoder(
+    answer: bytes | Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def ask_once() -> None:
-        encoder = make_encoder(b"nonsense", monkeypatch)
+        encoder = make_encoder(answer, monkeypatch)
         with pytest.raises(EncoderLostError, match="no encoder of the cluster answers"):
             await ask(encoder)
 
     asyncio.run(ask_once())
+
+
+@pytest.mark.parametrize(
+    ("level", "is_cleared"), [("mm", True), ("encoder", True), ("prefix", False)]
+)
+def test_an_encoder_forgets_what_it_has_kept_of_media(level: str, is_cleared: bool) -> None:
+    cleared: list[bool] = []
+    service = SimpleNamespace(clear_cache=lambda: cleared.append(True))
+    replica = SimpleNamespace(_encoder=SimpleNamespace(service=service))
+    tested.EncoderReplica.reset_cache(cast(Any, replica), level)
+    assert cleared == [True] * is_cleared
 
 
 @pytest.mark.parametrize(
@@ -108,6 +130,7 @@ def test_only_the_loss_of_an_engine_sends_a_request_to_another_one(
     counted: list[str] = []
     engines = Engines(cast(Any, None), count_retry=counted.append)
     failure = messages.Failure(make_record(error))
-    plan = engines._plan_retry(_Attempt(key="key"), failure, failure.error.make_error(), ())
+    attempt = _Attempt(key="key", pinned=None, sends_all=False)
+    plan = engines._plan_retry(attempt, failure, failure.error.make_error(), ())
     assert asyncio.run(plan) is is_repeated
     assert counted == ["lost"] * is_repeated

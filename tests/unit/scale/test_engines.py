@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -20,7 +21,7 @@ from sensorium.types.errors import (
     RequestError,
     make_record,
 )
-from sensorium.types.outputs import CompletionDelta, RequestDelta
+from sensorium.types.outputs import CompletionDelta, RequestDelta, RequestOutput
 from sensorium.types.sampling import SamplingParams
 
 _CALL = messages.Generate(
@@ -29,6 +30,15 @@ _CALL = messages.Generate(
 _UUID = messages.UuidKey("image", "u", None, None)
 _PIECE = messages.Delta(
     RequestDelta(request_id="r", deltas=(CompletionDelta(index=0, text="a", token_ids=(5,)),))
+)
+_DONE = messages.Delta(
+    RequestDelta(
+        request_id="r",
+        deltas=(),
+        final=RequestOutput(
+            request_id="r", prompt=None, prompt_token_ids=(), outputs=(), finished=True
+        ),
+    )
 )
 _LOST = RayActorError()
 Step = messages.Answer | Exception | str
@@ -71,14 +81,21 @@ class _Stream:
 
 
 class _Handle:
-    """Stands for Ray's handle of the engines, which `behave` answers for."""
+    """Stands for Ray's handle of the engines, which `behave` answers for.
 
-    def __init__(self, behave: Behave, *, knows: tuple[str | None, ...] = ()) -> None:
+    `knows` are the engines that know a uuid, and `hangs` are those that never say.
+    """
+
+    def __init__(
+        self, behave: Behave, *, knows: Collection[str] = (), hangs: Collection[str] = ()
+    ) -> None:
         self.sent: list[_Sent] = []
         self.streams: list[_Stream] = []
         self._behave = behave
         self._knows = knows
+        self._hangs = hangs
         self.run = self
+        self.find = SimpleNamespace(remote=self._find)
 
     def options(self, **_: Any) -> _Handle:
         return self
@@ -88,12 +105,12 @@ class _Handle:
         self.streams.append(_Stream(self._behave(self.sent[-1])))
         return self.streams[-1]
 
-    def broadcast(self, method: str, *_: object) -> _Handle:
-        assert method == "find"
-        return self
-
-    async def results_async(self, **_: Any) -> list[str | None]:
-        return list(self._knows)
+    async def _find(self, uuids: bytes, *, pinned: str, routing_key: str) -> str | None:
+        assert messages.decode_uuids(uuids) == (_UUID,)
+        assert routing_key == pinned
+        if pinned in self._hangs:
+            await asyncio.Event().wait()
+        return pinned if pinned in self._knows else None
 
 
 def _run(
@@ -114,25 +131,33 @@ def _fail(error: Any, *lacks: str) -> messages.Failure:
     return messages.Failure(make_record(error), lacks)
 
 
+@pytest.fixture
+def four_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TALLY, "replicas", ("one", "two", "three", "four"))
+    monkeypatch.setattr("sensorium.scale.engines._FIND_S", 0.05)
+
+
+@pytest.mark.usefixtures("four_engines")
 def test_media_that_is_only_named_is_looked_for_at_the_other_engines() -> None:
-    """The engine that was asked knows the name, too, but has its media no more."""
+    """Some know the name, too, but have its media no more. One does not answer."""
 
     def behave(sent: _Sent) -> list[Step]:
         name = sent.pinned or "one"
-        if name == "one":
-            return [messages.Accepted("one"), _fail(MissingMediaError("gone", ("u",)))]
-        return [messages.Accepted(name), _PIECE]
+        if name != "four":
+            return [messages.Accepted(name), _fail(MissingMediaError("gone", ("u",)))]
+        return [messages.Accepted(name), _PIECE, _DONE]
 
-    handle = _Handle(behave, knows=("one", None, "three"))
+    handle = _Handle(behave, knows=("one", "three", "four"), hangs=("two",))
     answers, reasons = _run(handle, uuids=(_UUID,))
-    assert answers[-1] == _PIECE
-    assert [sent.pinned for sent in handle.sent] == [None, "three"]
-    assert reasons == ["moved"]
+    assert answers[-1] == _DONE
+    assert [sent.pinned for sent in handle.sent] == [None, "three", "four"]
+    assert reasons == ["moved", "moved"]
 
 
+@pytest.mark.usefixtures("four_engines")
 def test_media_that_no_other_engine_knows_is_missing() -> None:
     error = MissingMediaError("gone", ("u",))
-    handle = _Handle(lambda _: [messages.Accepted("one"), _fail(error)], knows=("one", None))
+    handle = _Handle(lambda _: [messages.Accepted("one"), _fail(error)], knows=("one",))
     with pytest.raises(MissingMediaError):
         _run(handle, uuids=(_UUID,))
     assert len(handle.sent) == 1
@@ -164,7 +189,7 @@ def test_a_file_that_an_engine_lacks_is_sent_to_it() -> None:
 
     def behave(sent: _Sent) -> list[Step]:
         if sent.files or known:
-            return [messages.Accepted("one"), _PIECE]
+            return [messages.Accepted("one"), _PIECE, _DONE]
         return [messages.Accepted("one"), _fail(MissingMediaError("no file"), "d")]
 
     known, reasons = True, []
@@ -184,6 +209,32 @@ def test_a_file_that_an_engine_lacks_is_sent_to_it() -> None:
     assert reasons == ["missing"]
 
 
+def test_a_file_that_is_lacking_too_late_is_sent_with_the_next_call() -> None:
+    files = {"d": MediaBytes(b"file", "d")}
+    lacking = _fail(MissingMediaError("no file"), "d")
+
+    def behave(sent: _Sent) -> list[Step]:
+        return [messages.Accepted("one"), _PIECE, _DONE if sent.files else lacking]
+
+    handle = _Handle(behave)
+
+    async def run() -> None:
+        engines = Engines(cast(Any, handle), count_retry=lambda _: None)
+
+        async def call(**options: Any) -> None:
+            async for _ in engines.run(_CALL, key="k", files=files, **options):
+                pass
+
+        await call()
+        with pytest.raises(MissingMediaError):
+            await call()
+        await call()
+        await call(sends_all=True)
+
+    asyncio.run(run())
+    assert [list(sent.files) for sent in handle.sent] == [["d"], [], ["d"], ["d"]]
+
+
 def test_an_error_of_the_request_is_raised_at_once() -> None:
     handle = _Handle(lambda _: [messages.Accepted("one"), _fail(RequestError("bad"))])
     with pytest.raises(RequestError, match="bad"):
@@ -191,11 +242,18 @@ def test_an_error_of_the_request_is_raised_at_once() -> None:
     assert len(handle.sent) == 1
 
 
-def test_an_engine_that_answers_nothing_counts_as_lost() -> None:
-    handle = _Handle(lambda _: [])
+@pytest.mark.parametrize(
+    ("answers", "num_sent"),
+    [([], 2), ([messages.Accepted("one")], 2), ([messages.Accepted("one"), _PIECE], 1)],
+    ids=["nothing", "no output", "half of its output"],
+)
+def test_an_engine_that_does_not_answer_to_the_end_counts_as_lost(
+    answers: list[Step], num_sent: int
+) -> None:
+    handle = _Handle(lambda _: answers)
     with pytest.raises(EngineLostError):
         _run(handle)
-    assert len(handle.sent) == 2
+    assert len(handle.sent) == num_sent
 
 
 def test_a_call_that_is_not_accepted_in_time_is_sent_elsewhere(
@@ -206,11 +264,11 @@ def test_a_call_that_is_not_accepted_in_time_is_sent_elsewhere(
 
     def behave(sent: _Sent) -> list[Step]:
         TALLY.tried.put(sent.ticket, "two" if sent.avoided else "one")
-        return [messages.Accepted("two"), _PIECE] if sent.avoided else ["hang"]
+        return [messages.Accepted("two"), _DONE] if sent.avoided else ["hang"]
 
     handle = _Handle(behave)
     answers, reasons = _run(handle)
-    assert answers == [messages.Accepted("two"), _PIECE]
+    assert answers == [messages.Accepted("two"), _DONE]
     assert [sent.avoided for sent in handle.sent] == [None, "one"]
     assert handle.streams[0].is_cancelled
     assert reasons == []

@@ -38,6 +38,20 @@ def test_counts_are_added_and_shares_are_averaged() -> None:
     assert not [name for name in values.names if name.endswith("_created")]
 
 
+def test_what_processes_share_is_not_added_up() -> None:
+    """Engines on one machine report the contents of the same disk cache."""
+
+    def make(level: str, number: int) -> bytes:
+        registry = CollectorRegistry()
+        gauge = Gauge("sensorium:cache_bytes", "Bytes.", ["level"], registry=registry)
+        gauge.labels(level).set(number)
+        return encode_samples(registry)
+
+    for level, together in (("disk", 7), ("remote", 7), ("encoder", 12)):
+        values = Values(Sums([make(level, number) for number in (5, 7, 0)]))
+        assert values.get("sensorium:cache_bytes", level=level) == together
+
+
 def test_a_frontend_adds_its_own_counts_to_those_of_others() -> None:
     async def read_others() -> list[bytes]:
         return [other.encode_own()]
