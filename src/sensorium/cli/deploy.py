@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from sensorium.cli.flags import ENGINE_GROUPS, MODEL_HELP, add_options, get_given
+from sensorium.cli.flags import ENGINE_GROUPS, add_server_command, get_given
 from sensorium.cli.serve import make_options
 from sensorium.scale.options import ScaleOptions
 from sensorium.server.options import ServeOptions
@@ -63,25 +63,20 @@ def add_deploy(commands: Any) -> None:
 
     `commands` is the object that `add_subparsers` of argparse returned.
     """
-    parser = commands.add_parser(
+    parser = add_server_command(
+        commands,
         "deploy",
-        help="serve a model with several engines, with Ray Serve",
+        *(ScaleOptions, ServeOptions, *ENGINE_GROUPS),
+        summary="serve a model with several engines, with Ray Serve",
         description=_DEPLOY,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
+        examples=_EXAMPLES,
+        run=_deploy,
     )
     parser.add_argument(
         "--print-config",
         action="store_true",
         help="Print a config file for Ray Serve instead of deploying anything.",
     )
-    add_options(parser, "deploy", ScaleOptions, ServeOptions, *ENGINE_GROUPS)
-    parser.set_defaults(run=_deploy)
 
 
 def _deploy(arguments: argparse.Namespace) -> None:

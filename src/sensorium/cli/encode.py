@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sensorium.cli.flags import MODEL_HELP, add_options, get_given
+from sensorium.cli.flags import add_server_command, get_given
 from sensorium.cli.serve import choose_pool_size, count_cores, get_model
 from sensorium.engine.build.options import EncodeOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
@@ -28,21 +28,15 @@ def add_encode(commands: Any) -> None:
 
     `commands` is the object that `add_subparsers` of argparse returned.
     """
-    parser = commands.add_parser(
+    add_server_command(
+        commands,
         "encode",
-        help="run only the encoders of a model, for engines on this machine",
+        *(EncodeOptions, LoadingOptions, MediaOptions, MediaLimits, ServeOptions),
+        summary="run only the encoders of a model, for engines on this machine",
         description=_ENCODE,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=_EXAMPLES,
+        run=_encode,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
-    )
-    groups = (EncodeOptions, LoadingOptions, MediaOptions, MediaLimits, ServeOptions)
-    add_options(parser, "encode", *groups)
-    parser.set_defaults(run=_encode)
 
 
 def _encode(arguments: argparse.Namespace) -> None:

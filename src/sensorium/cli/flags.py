@@ -67,6 +67,36 @@ def add_options(parser: argparse.ArgumentParser, command: str, *groups: type) ->
             sections[each.section].add_argument(each.flag, default=argparse.SUPPRESS, **details)
 
 
+def add_server_command(
+    commands: Any,
+    name: str,
+    *groups: type,
+    summary: str,
+    description: str,
+    examples: str,
+    run: Callable[[argparse.Namespace], None],
+) -> argparse.ArgumentParser:
+    """Add the subcommand `name` to a parser, with a model and the options of these groups.
+
+    `commands` is the object that `add_subparsers` of argparse returned. `run` gets the arguments.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
+    )
+    add_options(parser, name, *groups)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def _make_details(each: Option, command: str) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` for an option's flag.
 

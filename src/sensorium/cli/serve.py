@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sensorium.cli.flags import ENGINE_GROUPS, MODEL_HELP, add_options, get_given
+from sensorium.cli.flags import ENGINE_GROUPS, MODEL_HELP, add_server_command, get_given
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
@@ -56,20 +56,16 @@ def add_serve(commands: Any) -> None:
 
 
 def _add(commands: Any, name: str, summary: str, description: str, examples: str) -> None:
-    parser = commands.add_parser(
+    add_server_command(
+        commands,
         name,
-        help=summary,
+        ServeOptions,
+        *ENGINE_GROUPS,
+        summary=summary,
         description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        examples=examples,
+        run=_serve,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
-    )
-    add_options(parser, name, ServeOptions, *ENGINE_GROUPS)
-    parser.set_defaults(run=_serve)
 
 
 def add_demo(commands: Any) -> None:

@@ -21,6 +21,7 @@ from sensorium.engine.inputs.renderer import AnyPrompt
 from sensorium.engine.sound_request import SoundRequest
 from sensorium.engine.speech.live import TurnSession, TurnSource
 from sensorium.engine.speech.models import SpeechModel
+from sensorium.engine.speech.transcriber import AsyncTranscriber
 from sensorium.multimodal.media import MediaBytes
 from sensorium.multimodal.pipeline import OutlinedItem
 from sensorium.render.prompts import EnginePrompt
@@ -267,7 +268,7 @@ class _Session:
     replica: str | None = None  # the engine that had its last turn, and gets the next one
 
 
-class ClusterTranscriber:
+class ClusterTranscriber(AsyncTranscriber):
     """A transcriber that lets an engine of a cluster write down whole sounds.
 
     Sounds with equal bytes go to the same engine. Those of one live session go to the engine that
@@ -277,44 +278,24 @@ class ClusterTranscriber:
     def __init__(
         self, engine: ClusterEngine, model: SpeechModel[Any], session: _Session | None = None
     ) -> None:
-        self._engine = engine
-        self._model = model
+        super().__init__(engine, model)
+        self._cluster = engine
         self._session = session
-
-    @property
-    def can_translate(self) -> bool:
-        return self._model.can_translate
-
-    @property
-    def has_segments(self) -> bool:
-        return self._model.has_segments
-
-    @property
-    def has_words(self) -> bool:
-        return self._model.has_words
-
-    def check(self, options: SpeechOptions) -> None:
-        """Raise a `RequestError` if the model can't do what the options ask for."""
-        self._model.check(options)
 
     def start_session(self) -> ClusterTranscriber:
         """Return a transcriber for the turns of one live session."""
-        return ClusterTranscriber(self._engine, self._model, _Session(key=uuid.uuid4().hex))
+        return ClusterTranscriber(self._cluster, self._model, _Session(key=uuid.uuid4().hex))
 
     async def transcribe(
         self,
-        media: bytes,
+        media: bytes | MediaBytes,
         options: SpeechOptions,
         *,
         request_id: str,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[Segment | Transcript, None]:
-        """Yield the segments of a sound as soon as they are final, and then the whole transcript.
-
-        The arguments and errors are those of `AsyncTranscriber.transcribe`.
-        """
-        file = MediaBytes(media)
-        answers = await self._engine.start_transcript(
+        file = media if isinstance(media, MediaBytes) else MediaBytes(media)
+        answers = await self._cluster.start_transcript(
             file, options, request_id=request_id, cache_salt=cache_salt, session=self._session
         )
         async with aclosing(answers):

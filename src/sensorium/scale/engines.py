@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from contextvars import Context
 from typing import Any
@@ -44,7 +45,6 @@ _ACCEPT_S = 20.0  # after which a call that no engine has accepted is sent again
 _MAX_UNACCEPTED = 3  # times after which it fails
 _CONTROL_S = 30.0  # for calls that go to all engines
 _READ_S = 10.0  # for the metrics of all processes; Prometheus itself waits no longer
-_FIND_S = 5.0  # for an engine to say whether it knows media; one that hangs is not waited for
 _LOST = "the engine that had the request has ended: send the request again"
 _NONE = "no engine of the cluster takes requests right now: try again later"
 CountRetry = Callable[[str], None]
@@ -122,9 +122,29 @@ class Engines(Replicas):
         `sends_all` the files are sent even if an engine has had them before.
         """
         attempt = _Attempt(key=key, pinned=replica, sends_all=sends_all)
+        async with aclosing(
+            self._run_often(call, attempt, files or {}, uuids, may_repeat=may_repeat)
+        ) as answers:
+            try:
+                async for answer in answers:
+                    yield answer
+            finally:
+                if attempt.search is not None:
+                    attempt.search.close()
+
+    async def _run_often(
+        self,
+        call: messages.Call,
+        attempt: _Attempt,
+        files: Mapping[str, MediaBytes],
+        uuids: Sequence[messages.UuidKey],
+        *,
+        may_repeat: bool,
+    ) -> AsyncGenerator[messages.Answer, None]:
+        """Send a call until it has its answer or an error that is final, and yield all answers."""
         for _ in range(_MAX_ATTEMPTS):
             has_output, is_complete, failure = False, False, None
-            async with aclosing(self._run_once(call, attempt, files or {})) as answers:
+            async with aclosing(self._run_once(call, attempt, files)) as answers:
                 async for answer in answers:
                     if isinstance(answer, messages.Failure):
                         failure = answer
@@ -136,7 +156,7 @@ class Engines(Replicas):
                         is_complete = messages.is_last(answer)
                     yield answer
             if is_complete:
-                for digest in files or {}:
+                for digest in files:
                     self._known.put(digest, True)
                 return
             if failure is None:  # the stream broke off without an error
@@ -190,33 +210,25 @@ class Engines(Replicas):
             self._count_retry("lost")
             return True
         if isinstance(error, MissingMediaError) and uuids:
-            if attempt.knowing is None:
-                attempt.knowing = await self._find(uuids, without=attempt.replica)
-            if attempt.knowing:
-                attempt.pinned = attempt.knowing.pop(0)
+            if attempt.search is None:
+                encoded = messages.encode(tuple(uuids))
+                others = [name for name in TALLY.replicas if name != attempt.replica]
+                attempt.search = _Search(self._ask_for(encoded, name) for name in others)
+            attempt.pinned = await attempt.search.find_next(without=attempt.replica)
+            if attempt.pinned is not None:
                 self._count_retry("moved")
                 return True
         return False
 
-    async def _find(self, uuids: Sequence[messages.UuidKey], *, without: str | None) -> list[str]:
-        """Return the names of other engines that know all of these names of media.
-
-        An engine remembers a name longer than its media. So the engine `without`, which was asked
-        for the media, may know the names, too; and several may have to be asked. One that does not
-        answer in time counts as one that knows nothing.
-        """
-        encoded = messages.encode(tuple(uuids))
-
-        async def ask(name: str) -> str | None:
-            find = self._handle.find.remote
-            sent = Context().run(find, encoded, pinned=name, routing_key=name)
-            answer: str | None = await asyncio.wait_for(sent, _FIND_S)
-            return answer
-
-        others = [name for name in TALLY.replicas if name != without]
-        answers = await asyncio.gather(*map(ask, others), return_exceptions=True)
-        found = [name for name in answers if isinstance(name, str) and name != without]
-        return list(dict.fromkeys(found))
+    async def _ask_for(self, uuids: bytes, replica: str) -> str | None:
+        """Return the name of an engine if it knows all of these names of media, else None."""
+        find = self._handle.find.remote
+        try:
+            sent = Context().run(find, uuids, pinned=replica, routing_key=replica)
+            answer: str | None = await asyncio.wait_for(sent, _CONTROL_S)
+        except (RayError, RayServeException, TimeoutError):
+            return None
+        return answer
 
     async def _run_once(
         self, call: messages.Call, attempt: _Attempt, files: Mapping[str, MediaBytes]
@@ -267,6 +279,30 @@ class Engines(Replicas):
                 stream.cancel()
 
 
+class _Search:
+    """A search for engines that know the names of media. All are asked at once.
+
+    An engine remembers a name longer than its media, so several may have to be tried. An engine
+    that is slow to answer, or hangs, is waited for only if no other one knows the names.
+    """
+
+    def __init__(self, questions: Iterable[Coroutine[Any, Any, str | None]]) -> None:
+        self._open = {asyncio.create_task(question) for question in questions}
+        self._found: list[str] = []
+
+    async def find_next(self, *, without: str | None) -> str | None:
+        """Return the name of the next engine that was found, or None if there is no other."""
+        while self._open and not self._found:
+            done, self._open = await asyncio.wait(self._open, return_when=FIRST_COMPLETED)
+            names = {task.result() for task in done} - {None, without}
+            self._found += sorted(name for name in names if name is not None)
+        return self._found.pop(0) if self._found else None
+
+    def close(self) -> None:
+        for task in self._open:
+            task.cancel()
+
+
 class _Attempt:
     """How a call is sent, which changes from attempt to attempt."""
 
@@ -280,8 +316,7 @@ class _Attempt:
         self.is_unaccepted = False  # no engine has accepted it in time
         self.num_unaccepted = 0
         self.was_lost = False
-        # Other engines that know the media which the client only named. None: not looked for yet.
-        self.knowing: list[str] | None = None
+        self.search: _Search | None = None  # for media that the client only named
 
 
 def _put(data: bytes) -> Any:

@@ -134,7 +134,7 @@ def _fail(error: Any, *lacks: str) -> messages.Failure:
 @pytest.fixture
 def four_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TALLY, "replicas", ("one", "two", "three", "four"))
-    monkeypatch.setattr("sensorium.scale.engines._FIND_S", 0.05)
+    monkeypatch.setattr("sensorium.scale.engines._CONTROL_S", 0.05)
 
 
 @pytest.mark.usefixtures("four_engines")
@@ -143,14 +143,14 @@ def test_media_that_is_only_named_is_looked_for_at_the_other_engines() -> None:
 
     def behave(sent: _Sent) -> list[Step]:
         name = sent.pinned or "one"
-        if name != "four":
+        if name != "three":
             return [messages.Accepted(name), _fail(MissingMediaError("gone", ("u",)))]
         return [messages.Accepted(name), _PIECE, _DONE]
 
     handle = _Handle(behave, knows=("one", "three", "four"), hangs=("two",))
     answers, reasons = _run(handle, uuids=(_UUID,))
     assert answers[-1] == _DONE
-    assert [sent.pinned for sent in handle.sent] == [None, "three", "four"]
+    assert [sent.pinned for sent in handle.sent] == [None, "four", "three"]
     assert reasons == ["moved", "moved"]
 
 
