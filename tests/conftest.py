@@ -35,7 +35,7 @@ httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 # Which tests start first: the folders whose groups take longest.
 _FOLDERS = ("integration", "parity", "property", "unit")
 _SETTINGS = "_hypothesis_internal_use_settings"  # where `@settings` of Hypothesis leaves them
-_DIVISORS = {"all": 1, "third": 3, "tenth": 10}
+_DIVISORS = {"all": 1, "fifth": 5, "tenth": 10}
 _LEAST_EXAMPLES = 10
 
 
@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--examples",
         choices=tuple(_DIVISORS),
-        default="third",
+        default="fifth",
         help="how many of their random examples the tests with Hypothesis try, but at least 10",
     )
 

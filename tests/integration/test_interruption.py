@@ -40,7 +40,7 @@ def assert_it_works_on(llm: LLM, prompts: list[Any], expected: list[tuple[int, .
 
 
 @pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_interruption_between_two_steps_leaves_nothing(
     tiny_model: Callable[[str], str], family: str, call: int, is_after: bool

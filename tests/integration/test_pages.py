@@ -72,8 +72,9 @@ def get_name(page: Path) -> str:
 
 
 RUNNABLE = [page for page in PAGES if any(block.is_run for block in read_blocks(page))]
-# Pages for `make test-slow`. In short: tests/integration/test_outside_frontend.py
-SLOW = ("docs/integrating.md",)
+# Pages for `make test-slow`. In short: tests/integration/test_outside_frontend.py and the tests of
+# the embedded model.
+SLOW = ("docs/integrating.md", "docs/sensorium-mini.md")
 
 
 @pytest.fixture(scope="module")

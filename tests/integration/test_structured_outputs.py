@@ -52,11 +52,10 @@ def llm(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("family", "num_schemas"),
     [
-        ("llama", NUM_SCHEMAS),
-        *((family, NUM_SCHEMAS // 4) for family in ("gemma3", "voxtral")),
+        *((family, NUM_SCHEMAS // 4) for family in ("llama", "gemma3", "voxtral")),
         *(
             pytest.param(family, NUM_SCHEMAS, marks=pytest.mark.slow)
-            for family in ("gemma3", "voxtral")
+            for family in ("llama", "gemma3", "voxtral")
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_modality_of_a_family_without_its_code_is_switched_off(
     assert len(output.outputs[0].token_ids) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(
     ("make", "wrong"),
     [(make_gemma4_unified, {"image", "video"}), (make_vibevoice_asr, {"audio"})],

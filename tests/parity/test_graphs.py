@@ -115,7 +115,13 @@ def test_replayed_encoders_give_the_reference_tokens(
     assert_nothing_is_left(llm)
 
 
-@pytest.mark.parametrize("mistake", GRAPH_MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(mistake, marks=pytest.mark.slow if place % 2 else ())
+        for place, mistake in enumerate(GRAPH_MISTAKES)
+    ],
+)
 def test_a_mistake_in_what_a_replay_reads_is_seen(
     reference_of: ReferenceOf, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_whole_sounds(
         assert_nothing_is_left(llm)
 
 
+@pytest.mark.slow
 def test_replayed_steps(
     model: str,
     reference: StreamedReference,
@@ -312,6 +313,7 @@ def test_there_is_a_place_for_others(model: str, tmp_path: Path) -> None:
         run(core, test)
 
 
+@pytest.mark.slow
 def test_whole_sounds_are_preempted_after_they_forgot_tokens(
     model: str, reference: StreamedReference, tmp_path: Path
 ) -> None:

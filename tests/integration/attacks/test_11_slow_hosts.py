@@ -53,8 +53,11 @@ def fetch_while(server: ServerProcess, quick: str, is_over: threading.Event) -> 
 
 @pytest.mark.parametrize(
     "urls_per_request",
-    [(NUM_URLS,), (1,) * NUM_URLS, (NUM_URLS,) * 4 + (1,) * NUM_URLS],
-    ids=["64 in one request", "64 requests", "both"],
+    [
+        pytest.param((NUM_URLS,), id="64 in one request", marks=pytest.mark.slow),
+        pytest.param((1,) * NUM_URLS, id="64 requests", marks=pytest.mark.slow),
+        pytest.param((NUM_URLS,) * 4 + (1,) * NUM_URLS, id="both"),
+    ],
 )
 def test_neighbours_are_answered_while_hosts_are_slow(
     server: ServerProcess, urls_per_request: tuple[int, ...]

@@ -227,7 +227,7 @@ def test_detected_languages_are_the_same_and_differ_between_sounds() -> None:
 @pytest.mark.parametrize(
     "options", [SpeechOptions(), SpeechOptions(needs_segments=True)], ids=_name
 )
-@pytest.mark.parametrize("num_frames", [SHORT, LONG])
+@pytest.mark.parametrize("num_frames", [SHORT, *mark_slow(LONG)])
 def test_english_only_models_give_the_same(options: SpeechOptions, num_frames: int) -> None:
     case = Case(seed=1, num_frames=num_frames, options=options, is_multilingual=False)
     assert transcribe(case)[0].language == "en"
@@ -356,7 +356,7 @@ def test_a_wrong_rule_for_the_next_window_would_be_seen(
     [
         {"suppressed": ()},
         {"max_initial_index": None},
-        {"max_positions": 39},
+        pytest.param({"max_positions": 39}, marks=pytest.mark.slow),
         {"no_timestamps_id": IDS["<|notimestamps|>"] + 1},
     ],
     ids=str,
