@@ -21,7 +21,11 @@ import msgspec
 import numpy as np
 import ray
 from ray.exceptions import ObjectStoreFullError, RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RayServeException,
+)
 from ray.serve.handle import DeploymentHandle
 
 from sensorium.engine.core_process import CoreInfo
@@ -51,10 +55,14 @@ CountRetry = Callable[[str], None]
 
 
 class Replicas:
-    """All processes of one deployment of the cluster, for calls that go to each of them."""
+    """All processes of one deployment of the cluster, for calls that go to each of them.
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    With `may_be_none` it is no error if none of them lives at the moment.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], *, may_be_none: bool = False) -> None:
         self._handle = handle
+        self._may_be_none = may_be_none
 
     async def call_all(
         self, method: str, *arguments: object, timeout_s: float = _CONTROL_S
@@ -67,6 +75,8 @@ class Replicas:
             response = self._handle.broadcast(method, *arguments)
             answers = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
+            if self._may_be_none and isinstance(error, DeploymentUnavailableError):
+                return []
             raise EngineLostError(
                 "a process of the cluster did not answer in time: try again later"
             ) from error

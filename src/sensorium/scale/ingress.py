@@ -75,7 +75,7 @@ class Frontend:
         await self._engine.use(
             Engines(engines, count_retry=self._metrics.count_retry),
             self._peers,
-            None if encoders is None else Replicas(encoders),
+            None if encoders is None else Replicas(encoders, may_be_none=True),
         )
         self._syncing = asyncio.create_task(self._sync_often())
 

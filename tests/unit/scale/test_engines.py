@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from sensorium.multimodal.media import MediaBytes
 from sensorium.scale import messages
-from sensorium.scale.engines import Engines
+from sensorium.scale.engines import Engines, Replicas
 from sensorium.scale.placement import TALLY
 from sensorium.types.errors import (
     CapacityError,
@@ -281,3 +284,18 @@ def test_a_call_that_no_engine_accepts_fails(monkeypatch: pytest.MonkeyPatch) ->
         _run(handle)
     assert len(handle.sent) == 3
     assert all(stream.is_cancelled for stream in handle.streams)
+
+
+@pytest.mark.parametrize("may_be_none", [True, False])
+def test_a_reset_is_complete_without_an_encoder_but_not_without_an_engine(
+    may_be_none: bool,
+) -> None:
+    """An encoder that is just being replaced has nothing to forget."""
+
+    async def fail(**_: object) -> list[Any]:
+        raise DeploymentUnavailableError(DeploymentID("Encoder"))
+
+    handle = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(results_async=fail))
+    replicas = Replicas(cast(Any, handle), may_be_none=may_be_none)
+    with nullcontext() if may_be_none else pytest.raises(EngineLostError):
+        asyncio.run(replicas.reset_cache("mm"))
