@@ -144,7 +144,7 @@ class LeastQueueRouter(RequestRouter):
 ROUTERS: dict[str, dict[str, Any]] = {
     "media": {
         "request_router_class": "sensorium.scale.router:MediaAffinityRouter",
-        "request_router_kwargs": {"max_queue": MAX_QUEUE},
+        "request_router_kwargs": {"deployment": "media", "max_queue": MAX_QUEUE},
     },
     "round robin": {
         "request_router_class": "ray.serve.experimental.round_robin_router:RoundRobinRouter"
@@ -193,7 +193,7 @@ async def _compare(handles: dict[str, Any], trace: Sequence[str]) -> dict[str, A
     for handle in handles.values():
         await handle.broadcast("clear").results_async(timeout_s=60)
     found = {name: Found() for name in handles}
-    tally = placement.TALLY
+    tally = placement.get_tally("media")
     placed_before, seconds_before, spilled_before = (
         tally.num_placed,
         tally.seconds,

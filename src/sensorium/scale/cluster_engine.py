@@ -27,7 +27,6 @@ from sensorium.multimodal.pipeline import OutlinedItem
 from sensorium.render.prompts import EnginePrompt
 from sensorium.scale import messages
 from sensorium.scale.engines import Engines, Replicas
-from sensorium.scale.placement import TALLY
 from sensorium.speech.live.session import LiveOptions
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, Transcript
@@ -56,7 +55,7 @@ class ClusterEngine(AsyncEngine):
     @property
     def is_connected(self) -> bool:
         """Return whether there is an engine that takes requests."""
-        return self._is_alone and bool(TALLY.replicas)
+        return self._is_alone and bool(self._engines.tally.replicas)
 
     async def use(self, engines: Engines, peers: Replicas, encoders: Replicas | None) -> None:
         """Send requests to these engines from now on. Wait until the first of them is ready.

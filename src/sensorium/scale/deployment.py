@@ -44,7 +44,7 @@ def make_application(options: ServeOptions, scale: ScaleOptions) -> serve.Applic
             "num_cpus": scale.engine_cpus,
             "num_gpus": _count_gpus(options, scale),
         },
-        request_router_config=_make_router(options.max_concurrent_requests),
+        request_router_config=_make_router(ENGINE, options.max_concurrent_requests),
         **_get_numbers(scale),
     )(EngineReplica)
     frontend = deploy(
@@ -63,16 +63,16 @@ def make_application(options: ServeOptions, scale: ScaleOptions) -> serve.Applic
         num_replicas=scale.encoders,
         max_ongoing_requests=MAX_ITEMS,
         ray_actor_options={"num_cpus": scale.encoder_cpus, "num_gpus": gpus},
-        request_router_config=_make_router(MAX_ITEMS),
+        request_router_config=_make_router(ENCODER, MAX_ITEMS),
     )(EncoderReplica)
     encoders = encoder.bind(options)
     return frontend.bind(options, engine.bind(options, encoders), encoders)
 
 
-def _make_router(max_queue: int) -> RequestRouterConfig:
+def _make_router(deployment: str, max_queue: int) -> RequestRouterConfig:
     return RequestRouterConfig(
         request_router_class=_ROUTER,  # type: ignore[arg-type]
-        request_router_kwargs={"max_queue": max_queue},
+        request_router_kwargs={"deployment": deployment, "max_queue": max_queue},
     )
 
 

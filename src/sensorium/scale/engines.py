@@ -31,7 +31,7 @@ from ray.serve.handle import DeploymentHandle
 from sensorium.engine.core_process import CoreInfo
 from sensorium.multimodal.media import MediaBytes
 from sensorium.scale import messages
-from sensorium.scale.placement import TALLY
+from sensorium.scale.placement import get_tally
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -104,6 +104,7 @@ class Engines(Replicas):
 
     def __init__(self, handle: DeploymentHandle[Any], *, count_retry: CountRetry) -> None:
         super().__init__(handle)
+        self.tally = get_tally(handle.deployment_name)
         self._count_retry = count_retry
         self._known: LruCache[str, bool] = LruCache(_MAX_KNOWN)  # digest -> an engine has taken it
 
@@ -207,7 +208,7 @@ class Engines(Replicas):
         if attempt.is_unaccepted:
             attempt.num_unaccepted += 1
             attempt.is_unaccepted, attempt.sends_all = False, True
-            attempt.avoided = attempt.pinned or TALLY.tried.get(attempt.ticket)
+            attempt.avoided = attempt.pinned or self.tally.tried.get(attempt.ticket)
             attempt.pinned = None
             return attempt.num_unaccepted < _MAX_UNACCEPTED
         if failure.lacks:
@@ -222,7 +223,7 @@ class Engines(Replicas):
         if isinstance(error, MissingMediaError) and uuids:
             if attempt.search is None:
                 encoded = messages.encode(tuple(uuids))
-                others = [name for name in TALLY.replicas if name != attempt.replica]
+                others = [name for name in self.tally.replicas if name != attempt.replica]
                 attempt.search = _Search(self._ask_for(encoded, name) for name in others)
             attempt.pinned = await attempt.search.find_next(without=attempt.replica)
             if attempt.pinned is not None:

@@ -25,7 +25,6 @@ from sensorium.scale.cluster_engine import ClusterEngine, ClusterTranscriber, Cl
 from sensorium.scale.engines import Engines, Replicas
 from sensorium.scale.loopback import listen_locally
 from sensorium.scale.metrics import ClusterMetrics
-from sensorium.scale.placement import TALLY
 from sensorium.server.http.app import make_app
 from sensorium.server.http.middleware import HEADER
 from sensorium.server.logs import ACCESS_LOGGER, set_up_logging
@@ -72,8 +71,10 @@ class Frontend:
         if self._perception.pool is not None:
             self._perception.pool.start()
         self._peers = Replicas(serve.get_deployment_handle(NAME, context.app_name))
+        called = Engines(engines, count_retry=self._metrics.count_retry)
+        self._tally = called.tally
         await self._engine.use(
-            Engines(engines, count_retry=self._metrics.count_retry),
+            called,
             self._peers,
             None if encoders is None else Replicas(encoders, may_be_none=True),
         )
@@ -113,7 +114,9 @@ class Frontend:
     def _sync(self) -> None:
         num_preparing = self._engine.get_statistics().num_preparing
         self._metrics.sync(perception=self._perception, num_preparing=num_preparing)
-        self._metrics.follow_placements(placed=TALLY.num_placed, spilled=TALLY.num_spilled)
+        self._metrics.follow_placements(
+            placed=self._tally.num_placed, spilled=self._tally.num_spilled
+        )
 
     async def _sync_often(self) -> None:
         while True:

@@ -100,7 +100,7 @@ def rank_replicas(key: str, replicas: Mapping[str, object]) -> list[str]:
 
 
 class Tally:
-    """What the routers of this process have counted, for its metrics.
+    """What the router of one deployment has counted in this process, for its metrics.
 
     `tried` maps the ticket of a call to the replica that Ray was to try first. A caller finds there
     which one has not answered. `replicas` are those that live, as Ray has said last.
@@ -114,4 +114,12 @@ class Tally:
         self.seconds = 0.0  # that were spent on choosing
 
 
-TALLY = Tally()
+_TALLIES: dict[str, Tally] = {}
+
+
+def get_tally(deployment: str) -> Tally:
+    """Return what the router of this deployment has counted in this process.
+
+    A process may call several deployments, and Ray makes a router for each of them.
+    """
+    return _TALLIES.setdefault(deployment, Tally())

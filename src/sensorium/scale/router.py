@@ -22,9 +22,10 @@ _MAX_CALLS = 2**14
 class MediaAffinityRouter(RequestRouter):
     """A router that sends equal media to the same engine, unless that has too much to do."""
 
-    def initialize_state(self, **limits: Any) -> None:
-        """Take the limits on load, which are the fields of `LoadLimits`."""
-        self._placement = placement.Placement(placement.LoadLimits(**limits))
+    def initialize_state(self, **settings: Any) -> None:
+        """Take the name of the deployment (`deployment`), and the fields of `LoadLimits`."""
+        self._tally = placement.get_tally(settings.pop("deployment"))
+        self._placement = placement.Placement(placement.LoadLimits(**settings))
         # Ray's id of a call -> the home of its key. Calls that are never sent leave theirs behind.
         self._homes: LruCache[str, str] = LruCache(_MAX_CALLS)
 
@@ -49,11 +50,11 @@ class MediaAffinityRouter(RequestRouter):
         if avoided in by_name and len(order) > 1:
             order = [name for name in order if name != avoided] + [avoided]
         if (ticket := given.get("ticket")) is not None and order:
-            placement.TALLY.tried.put(ticket, order[0])
+            self._tally.tried.put(ticket, order[0])
         if order and pending_request is not None and key and avoided is None:  # once for a call
             home = placement.rank_replicas(key, queues)[0]
             self._homes.put(pending_request.metadata.internal_request_id, home)
-        placement.TALLY.seconds += time.perf_counter() - began
+        self._tally.seconds += time.perf_counter() - began
         return [[by_name[name]] for name in order]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -77,12 +78,12 @@ class MediaAffinityRouter(RequestRouter):
         key = pending_request.kwargs.get("routing_key")
         if home is None or not key:
             return
-        placement.TALLY.num_placed += 1
-        placement.TALLY.num_spilled += replica_id.unique_id != home
+        self._tally.num_placed += 1
+        self._tally.num_spilled += replica_id.unique_id != home
         self._placement.note(str(key), replica_id.unique_id, home)
 
     def _note_replicas(self) -> None:
-        placement.TALLY.replicas = tuple(replica.unique_id for replica in self.curr_replicas)
+        self._tally.replicas = tuple(replica.unique_id for replica in self.curr_replicas)
 
     def _get_queue(self, replica: RunningReplica) -> int:
         return self.replica_queue_len_cache.get(replica.replica_id) or 0

@@ -128,7 +128,8 @@ def test_only_the_loss_of_an_engine_sends_a_request_to_another_one(
     error: CapacityError, is_repeated: bool
 ) -> None:
     counted: list[str] = []
-    engines = Engines(cast(Any, None), count_retry=counted.append)
+    handle = cast(Any, SimpleNamespace(deployment_name="Engine"))
+    engines = Engines(handle, count_retry=counted.append)
     failure = messages.Failure(make_record(error))
     attempt = _Attempt(key="key", pinned=None, sends_all=False)
     plan = engines._plan_retry(attempt, failure, failure.error.make_error(), ())

@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from sensorium.multimodal.media import MediaBytes
 from sensorium.scale import messages
 from sensorium.scale.engines import Engines, Replicas
-from sensorium.scale.placement import TALLY
+from sensorium.scale.placement import get_tally
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
@@ -92,6 +92,7 @@ class _Handle:
     def __init__(
         self, behave: Behave, *, knows: Collection[str] = (), hangs: Collection[str] = ()
     ) -> None:
+        self.deployment_name = "Engine"
         self.sent: list[_Sent] = []
         self.streams: list[_Stream] = []
         self._behave = behave
@@ -136,7 +137,7 @@ def _fail(error: Any, *lacks: str) -> messages.Failure:
 
 @pytest.fixture
 def four_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TALLY, "replicas", ("one", "two", "three", "four"))
+    monkeypatch.setattr(get_tally("Engine"), "replicas", ("one", "two", "three", "four"))
     monkeypatch.setattr("sensorium.scale.engines._CONTROL_S", 0.05)
 
 
@@ -266,7 +267,7 @@ def test_a_call_that_is_not_accepted_in_time_is_sent_elsewhere(
     monkeypatch.setattr("sensorium.scale.engines._ACCEPT_S", 0.05)
 
     def behave(sent: _Sent) -> list[Step]:
-        TALLY.tried.put(sent.ticket, "two" if sent.avoided else "one")
+        get_tally("Engine").tried.put(sent.ticket, "two" if sent.avoided else "one")
         return [messages.Accepted("two"), _DONE] if sent.avoided else ["hang"]
 
     handle = _Handle(behave)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from sensorium.scale.placement import TALLY, LoadLimits, Placement, rank_replicas
+from sensorium.scale.placement import LoadLimits, Placement, get_tally, rank_replicas
 from sensorium.scale.router import MediaAffinityRouter
 from sensorium.utils.lru import LruCache
 
@@ -16,8 +16,9 @@ from sensorium.utils.lru import LruCache
 class _Router(MediaAffinityRouter):
     """A router without the parts of Ray that it inherits."""
 
-    def __init__(self, queues: dict[str, int]) -> None:
+    def __init__(self, queues: dict[str, int], *, deployment: str = "Engine") -> None:
         self._queues = queues
+        self._tally = get_tally(deployment)
         self._placement = Placement(LoadLimits())
         self._homes = LruCache(100)
 
@@ -44,10 +45,10 @@ def test_a_caller_can_tell_which_engine_was_tried_first() -> None:
     router = _Router({"a": 0, "b": 0, "c": 0})
     home, second, third = rank_replicas("key", router._queues)
     assert _choose(router, routing_key="key", ticket="t") == [home, second, third]
-    assert TALLY.tried.get("t") == home
+    assert get_tally("Engine").tried.get("t") == home
     again = _choose(router, routing_key="key", ticket="t", avoided=home)
     assert again == [second, third, home]
-    assert TALLY.tried.get("t") == second
+    assert get_tally("Engine").tried.get("t") == second
 
 
 def test_a_call_for_one_engine_goes_there_unless_it_is_gone() -> None:
@@ -61,6 +62,20 @@ def test_only_the_first_try_of_a_call_is_counted(avoided: str | None) -> None:
     router = _Router({"a": 0, "b": 0})
     _choose(router, routing_key="key", avoided=avoided)
     assert (router._homes.get("call") is not None) == (avoided is None)
+
+
+def test_the_routers_of_two_deployments_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend calls engines and encoders. What is said of the latter hides no engine."""
+    monkeypatch.setattr(_Router, "curr_replicas", property(_list_replicas))
+    for deployment, names in (("Engine", "ab"), ("Encoder", "c")):
+        router = _Router(dict.fromkeys(names, 0), deployment=deployment)
+        router._note_replicas()
+    assert get_tally("Engine").replicas == ("a", "b")
+    assert get_tally("Encoder").replicas == ("c",)
+
+
+def _list_replicas(router: _Router) -> list[SimpleNamespace]:
+    return [SimpleNamespace(unique_id=name) for name in router._queues]
 
 
 def test_a_router_that_knows_no_engine_chooses_none() -> None:
