@@ -182,7 +182,10 @@ def test_attention_that_can_not_be_had_is_refused(
         make_llm(directory, max_model_len=64)
 
 
-@pytest.mark.parametrize("architecture", ["Phi3ForCausalLM", "PhimoeForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["Phi3ForCausalLM", pytest.param("PhimoeForCausalLM", marks=pytest.mark.slow)],
+)
 def test_rotary_factors_follow_the_length_of_each_request(
     tiny_model: TinyModel, tmp_path: Path, architecture: str
 ) -> None:

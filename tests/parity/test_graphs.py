@@ -62,8 +62,8 @@ def test_replayed_steps_give_the_reference_tokens(
 @pytest.mark.parametrize(
     "family",
     [
-        "gemma3",
-        pytest.param("llama", marks=pytest.mark.slow),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        "llama",
         pytest.param("qwen2_5_vl", marks=pytest.mark.slow),
     ],
 )

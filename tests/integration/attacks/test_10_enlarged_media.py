@@ -75,7 +75,8 @@ def test_neighbours_are_answered_during_the_attack(server: ServerProcess) -> Non
     assert {response.status_code for response in refusals} == {400}
 
 
-@pytest.mark.parametrize("num_items", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_items", [1, 3])
 def test_with_the_flag_larger_items_run_and_neighbours_go_on(num_items: int) -> None:
     # Steps so small that each of these items is beyond their budget.
     flags = (LIFTING_FLAG, "--max-num-batched-tokens", "128")

@@ -46,6 +46,7 @@ def test_a_video_of_too_many_pixels_is_refused_with_the_numbers(server: ServerPr
     assert response.elapsed.total_seconds() < BOUND_S
 
 
+@pytest.mark.slow
 def test_a_video_beyond_the_limits_costs_its_neighbours_nothing(server: ServerProcess) -> None:
     neighbours = Neighbours(server.get_url())
     with attack(server.get_url()) as running:
