@@ -73,13 +73,13 @@ def with_slow_relatives(families: Sequence[str]) -> list[Any]:
     ]
 
 
-def every_third(families: Sequence[str], first: int) -> list[Any]:
+def every_fourth(families: Sequence[str], first: int) -> list[Any]:
     """Return families as parameters of a test, most of them for `make test-slow`.
 
-    One in three of those that are no relatives is in every run. `first` is the index of the first
-    one of them: 0, 1 or 2. Three tests with different ones have all of them together.
+    One in four of those that are no relatives is in every run. `first` is the index of the first
+    one of them, from 0 to 3. Four tests with different ones have all of them together.
     """
-    chosen = [family for family in families if family not in RELATIVES][first::3]
+    chosen = [family for family in families if family not in RELATIVES][first::4]
     return [
         pytest.param(family, marks=() if family in chosen else pytest.mark.slow)
         for family in families

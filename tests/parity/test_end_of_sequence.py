@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sensorium import SamplingParams
-from tests.parity.cases import FAMILIES, every_third
+from tests.parity.cases import FAMILIES, every_fourth
 from tests.parity.reference import NUM_TOKENS, Reference, ReferenceOf
 from tests.support.engine import make_llm
 
@@ -36,7 +36,7 @@ def copy_with_eos(reference: Reference, eos: int | list[int], directory: Path) -
 
 
 @pytest.mark.parametrize("is_list", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", every_third(FAMILIES, 2))
+@pytest.mark.parametrize("family", every_fourth(FAMILIES, 3))
 def test_end_of_sequence_tokens_of_the_model_are_honoured(
     reference_of: ReferenceOf, family: str, is_list: bool, tmp_path: Path
 ) -> None:

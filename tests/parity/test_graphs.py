@@ -9,7 +9,7 @@ import pytest
 
 from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs import encoder_graphs
-from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES, every_third
+from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES, every_fourth
 from tests.parity.graph_mistakes import GRAPH_MISTAKES, making_graph_mistake
 from tests.parity.graph_parts import AgainRecorder, use_graphs
 from tests.parity.reference import GREEDY, NUM_TOKENS, ReferenceOf, get_differences
@@ -37,7 +37,7 @@ _ENCODERS_THAT_LOOK = {"idefics3", "smolvlm"}
 
 
 @pytest.mark.check("graphs")
-@pytest.mark.parametrize("family", every_third(FAMILIES, 2))
+@pytest.mark.parametrize("family", every_fourth(FAMILIES, 0))
 def test_replayed_steps_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +93,7 @@ def test_preempted_requests_give_the_reference_tokens(
 
 
 @pytest.mark.check("graphs")
-@pytest.mark.parametrize("family", every_third(MULTIMODAL_FAMILIES, 0))
+@pytest.mark.parametrize("family", every_fourth(MULTIMODAL_FAMILIES, 1))
 def test_replayed_encoders_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

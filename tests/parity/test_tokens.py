@@ -11,7 +11,7 @@ from tests.parity.cases import (
     MAIN_FAMILIES,
     MODALITIES,
     MULTIMODAL_FAMILIES,
-    every_third,
+    every_fourth,
     in_turns,
     make_repeated_case,
     with_slow_relatives,
@@ -82,7 +82,7 @@ def test_every_block_size_gives_the_reference_tokens(
 
 
 @pytest.mark.check("prefix cache")
-@pytest.mark.parametrize("family", every_third(FAMILIES, 0))
+@pytest.mark.parametrize("family", every_fourth(FAMILIES, 1))
 def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory, max_num_batched_tokens=24)
@@ -97,7 +97,7 @@ def test_cached_prefixes_give_the_reference_tokens(reference_of: ReferenceOf, fa
 
 
 @pytest.mark.check("encoder cache")
-@pytest.mark.parametrize("family", every_third(MULTIMODAL_FAMILIES, 1))
+@pytest.mark.parametrize("family", every_fourth(MULTIMODAL_FAMILIES, 2))
 def test_cached_encoder_outputs_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -133,7 +133,7 @@ def test_an_item_that_stands_twice_in_a_prompt_is_encoded_once(
 
 
 @pytest.mark.check("eviction")
-@pytest.mark.parametrize("family", every_third(MULTIMODAL_FAMILIES, 2))
+@pytest.mark.parametrize("family", every_fourth(MULTIMODAL_FAMILIES, 3))
 def test_a_full_encoder_cache_gives_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:
@@ -150,7 +150,7 @@ def test_a_full_encoder_cache_gives_the_reference_tokens(
 
 
 @pytest.mark.check("whole items")
-@pytest.mark.parametrize("family", every_third(MULTIMODAL_FAMILIES, 0))
+@pytest.mark.parametrize("family", every_fourth(MULTIMODAL_FAMILIES, 0))
 def test_items_that_are_kept_whole_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str
 ) -> None:

@@ -14,7 +14,8 @@ from attacks.slow_hosts import FLAGS, NUM_URLS, SlowHost, attack, make_body, run
 from tests.support.server import POOL, ServerProcess, serve
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("attack-slow-hosts")
+# In short: tests/unit/multimodal/fetching.
+pytestmark = [pytest.mark.xdist_group("attack-slow-hosts"), pytest.mark.slow]
 
 BOUND_S = 60.0
 MIN_ROUNDS = 3
@@ -54,8 +55,8 @@ def fetch_while(server: ServerProcess, quick: str, is_over: threading.Event) -> 
 @pytest.mark.parametrize(
     "urls_per_request",
     [
-        pytest.param((NUM_URLS,), id="64 in one request", marks=pytest.mark.slow),
-        pytest.param((1,) * NUM_URLS, id="64 requests", marks=pytest.mark.slow),
+        pytest.param((NUM_URLS,), id="64 in one request"),
+        pytest.param((1,) * NUM_URLS, id="64 requests"),
         pytest.param((NUM_URLS,) * 4 + (1,) * NUM_URLS, id="both"),
     ],
 )

@@ -13,7 +13,8 @@ from attacks.neighbours import Neighbours
 from attacks.slow_bodies import FLAGS, NUM_BODIES, NUM_HEADS, attack
 from tests.support.server import POOL, ServerProcess, serve
 
-pytestmark = pytest.mark.xdist_group("attack-slow-bodies")
+# In short: test_body_intake.py and test_slow_heads.py in tests/unit/server/http.
+pytestmark = [pytest.mark.xdist_group("attack-slow-bodies"), pytest.mark.slow]
 
 BOUND_S = 60.0
 DEADLINES = ("--head-timeout", "3", "--body-timeout", "6")

@@ -248,7 +248,7 @@ def test_silent_windows_are_dropped_alike(seed: int) -> None:
     assert segments == () or segments[0].seek >= NUM_WINDOW_FRAMES
 
 
-@pytest.mark.parametrize("measure", ["likelihood", "repetition"])
+@pytest.mark.parametrize("measure", ["repetition", *mark_slow("likelihood")])
 @pytest.mark.parametrize("seed", [0, *mark_slow(3)])
 def test_greedy_attempts_that_are_not_good_enough_are_repeated_alike(
     seed: int, measure: str
@@ -289,7 +289,7 @@ def count_attempts(case: Case) -> int:
     return len(attempts)
 
 
-@pytest.mark.parametrize("num_frames", [SHORT, 271, LONG])
+@pytest.mark.parametrize("num_frames", [271, LONG, *mark_slow(SHORT)])
 @pytest.mark.parametrize("seed", [0, *mark_slow(1, 4)])
 def test_times_of_words_are_those_of_tokens(seed: int, num_frames: int) -> None:
     check_words(Case(seed=seed, num_frames=num_frames, options=WORDS))
@@ -343,7 +343,7 @@ def _seek_to_second_timestamp(token_ids: Any, **options: Any) -> tuple[list[Piec
     return pieces, num_frames
 
 
-@pytest.mark.parametrize("wrong", [_seek_past_window, _seek_to_second_timestamp])
+@pytest.mark.parametrize("wrong", [_seek_past_window, *mark_slow(_seek_to_second_timestamp)])
 def test_a_wrong_rule_for_the_next_window_would_be_seen(
     wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
