@@ -19,7 +19,8 @@ from attacks.neighbours import Neighbours
 from tests.support.server import ServerProcess, serve
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("attack-12")
+# In short: tests/unit/multimodal.
+pytestmark = [pytest.mark.xdist_group("attack-12"), pytest.mark.slow]
 BOUND_S = 60.0
 
 
@@ -46,7 +47,6 @@ def test_a_video_of_too_many_pixels_is_refused_with_the_numbers(server: ServerPr
     assert response.elapsed.total_seconds() < BOUND_S
 
 
-@pytest.mark.slow
 def test_a_video_beyond_the_limits_costs_its_neighbours_nothing(server: ServerProcess) -> None:
     neighbours = Neighbours(server.get_url())
     with attack(server.get_url()) as running:
@@ -56,7 +56,6 @@ def test_a_video_beyond_the_limits_costs_its_neighbours_nothing(server: ServerPr
     assert set(running.statuses) == {400}
 
 
-@pytest.mark.slow  # in short: tests/integration/test_pool_order.py
 def test_a_long_video_within_the_limits_leaves_a_process_for_pictures(
     server: ServerProcess,
 ) -> None:
