@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -112,6 +113,8 @@ def _deploy(arguments: argparse.Namespace) -> None:
             use_tqdm=options.loading.use_tqdm_on_load,
         )
     _connect(ray, scale)
+    # Ray's own handler would abort this process with a dump of its stack.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     serve.start(http_options={"host": options.host, "port": port})
     print(f"Sensorium: starting {scale.replicas} engine(s) of {options.model_label}", flush=True)
     try:
@@ -119,10 +122,10 @@ def _deploy(arguments: argparse.Namespace) -> None:
     except RuntimeError as error:  # the words of Ray, with those of the process that failed
         reason = _find_reason(serve) or error
         raise ModelError(f"the application could not be started: {reason}") from error
-    print(f"Sensorium is ready: http://{options.host}:{port}", flush=True)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    print(f"Sensorium is ready: http://{options.host}:{port}", flush=True)
     stop.wait()
     if scale.ray_address is None:
         print("Sensorium: waiting for requests in flight", flush=True)

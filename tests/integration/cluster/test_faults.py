@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.cluster.asking import make_chat, make_file, make_image, make_picture
-from tests.integration.cluster.conftest import run_cluster
+from tests.integration.cluster.asking import MODEL, make_chat, make_file, make_image, make_picture
+from tests.integration.cluster.conftest import CLUSTER, run_cluster
 from tests.support.server import ServerProcess, get_command, get_descendants, kill
 
 pytestmark = pytest.mark.xdist_group("cluster")
@@ -229,6 +230,26 @@ def test_requests_in_flight_end_when_a_cluster_is_stopped() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_cluster_that_is_stopped_while_it_starts_leaves_nothing(
+    number: signal.Signals, status: int
+) -> None:
+    server = ServerProcess(MODEL, *CLUSTER, command="deploy", is_cold=True)
+    try:
+        server.wait_for_output("Sensorium: starting")
+        time.sleep(3.0)  # for Ray to start some of the processes, whichever they are
+        pids = [pid for pid in server.get_process_ids() if get_command(pid)]
+        server.process.send_signal(number)
+        assert server.wait(_TIMEOUT_S) == status
+    finally:
+        if server.process.poll() is None:
+            server.kill()
+    assert "Traceback" not in server.output
+    assert "SIGTERM received" not in server.output
+    _wait_until_gone(pids)
+
+
+@pytest.mark.slow
 def test_nothing_is_left_when_a_cluster_is_stopped_or_killed() -> None:
     """Neither processes nor shared memory outlive the command."""
     for end in ("stop", "kill"):
@@ -241,7 +262,11 @@ def test_nothing_is_left_when_a_cluster_is_stopped_or_killed() -> None:
             server.process.wait(60)
         with pytest.raises(StopIteration if end == "stop" else (AssertionError, StopIteration)):
             next(cluster)
-        deadline = time.monotonic() + 240  # Ray's own helpers take their time
-        while any(word in get_command(pid) for pid in pids for word in _OURS):
-            assert time.monotonic() < deadline, [c for pid in pids if (c := get_command(pid))]
-            time.sleep(0.5)
+        _wait_until_gone(pids)
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S  # Ray's own helpers take their time
+    while any(word in get_command(pid) for pid in pids for word in _OURS):
+        assert time.monotonic() < deadline, [c for pid in pids if (c := get_command(pid))]
+        time.sleep(0.5)
