@@ -4,7 +4,7 @@ What was streamed to a client is never repeated. Before that, a call is repeated
   - once, if its engine has ended: elsewhere
   - if no engine has accepted it in time: elsewhere, because the one that was asked may hang
   - if the engine lacks a file that this frontend expected it to know: there, with all files
-  - once, if the engine does not know media that the client only named: at the engine that does
+  - if the engine does not know media that the client only named: at engines that do, one by one
 """
 
 from __future__ import annotations

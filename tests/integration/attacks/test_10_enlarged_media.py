@@ -75,7 +75,7 @@ def test_neighbours_are_answered_during_the_attack(server: ServerProcess) -> Non
     assert {response.status_code for response in refusals} == {400}
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # in short: tests/unit/multimodal/test_cost_guard.py
 @pytest.mark.parametrize("num_items", [1, 3])
 def test_with_the_flag_larger_items_run_and_neighbours_go_on(num_items: int) -> None:
     # Steps so small that each of these items is beyond their budget.

@@ -54,11 +54,8 @@ def fetch_while(server: ServerProcess, quick: str, is_over: threading.Event) -> 
 
 @pytest.mark.parametrize(
     "urls_per_request",
-    [
-        pytest.param((NUM_URLS,), id="64 in one request"),
-        pytest.param((1,) * NUM_URLS, id="64 requests"),
-        pytest.param((NUM_URLS,) * 4 + (1,) * NUM_URLS, id="both"),
-    ],
+    [(NUM_URLS,), (1,) * NUM_URLS, (NUM_URLS,) * 4 + (1,) * NUM_URLS],
+    ids=["64 in one request", "64 requests", "both"],
 )
 def test_neighbours_are_answered_while_hosts_are_slow(
     server: ServerProcess, urls_per_request: tuple[int, ...]

@@ -19,7 +19,7 @@ from attacks.neighbours import Neighbours
 from tests.support.server import ServerProcess, serve
 from tests.support.waiting import wait_until
 
-# In short: tests/unit/multimodal.
+# In short: test_work_estimate.py in tests/unit/multimodal, tests/integration/test_pool_order.py.
 pytestmark = [pytest.mark.xdist_group("attack-12"), pytest.mark.slow]
 BOUND_S = 60.0
 

@@ -36,7 +36,7 @@ def wait_until_idle(server: ServerProcess) -> None:
     wait_until(is_idle, "the server has nothing to do", 120)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # in short: the test below
 def test_neighbours_of_128_completions_that_nobody_reads_are_answered(
     server: ServerProcess,
 ) -> None:

@@ -80,7 +80,7 @@ def test_a_text_longer_than_the_context_can_be_counted(server: ServerProcess) ->
     assert CONTEXT < counted < 4 * CONTEXT
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # in short: the refusals above
 def test_neighbours_are_answered_while_four_clients_send_8_mb(server: ServerProcess) -> None:
     neighbours = Neighbours(server.get_url())
     began = time.monotonic()

@@ -15,6 +15,7 @@ import pytest
 from tests.integration.cluster.asking import MODEL, make_chat, make_file, make_image, make_picture
 from tests.integration.cluster.conftest import CLUSTER, run_cluster
 from tests.support.server import ServerProcess, get_command, get_descendants, kill
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("cluster")
 _ENGINE, _FRONTEND = "ServeReplica:sensorium:Engine", "ServeReplica:sensorium:Frontend"
@@ -237,7 +238,7 @@ def test_a_cluster_that_is_stopped_while_it_starts_leaves_nothing(
     server = ServerProcess(MODEL, *CLUSTER, command="deploy", is_cold=True)
     try:
         server.wait_for_output("Sensorium: starting")
-        time.sleep(3.0)  # for Ray to start some of the processes, whichever they are
+        wait_until(lambda: bool(_find(server, _ENGINE)), "an engine is being started")
         pids = [pid for pid in server.get_process_ids() if get_command(pid)]
         server.process.send_signal(number)
         assert server.wait(_TIMEOUT_S) == status
