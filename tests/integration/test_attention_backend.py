@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sensorium import LLM, ModelError, SamplingParams
+from sensorium.layers.attention.torch_backend import use_ready_kernels
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
@@ -41,4 +42,15 @@ def test_steps_use_no_kernel_that_is_compiled_for_every_length(
     llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)
     assert seen
     assert not any(seen)
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_the_last_of_several_steps_gives_the_kernels_back() -> None:
+    """Two engines in one process may be in a step at the same time, and end in any order."""
+    first, second = use_ready_kernels(), use_ready_kernels()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
     assert torch.backends.cuda.cudnn_sdp_enabled()

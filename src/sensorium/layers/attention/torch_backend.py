@@ -13,6 +13,7 @@ The kernels of cuDNN are not used: they are compiled for every new pair of lengt
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,19 +30,29 @@ from sensorium.utils.arrays import to_device
 _BIAS_ALIGNMENT = 16
 
 
+_lock = threading.Lock()
+_found: list[bool] = []  # the setting that was found, once for each step that is running
+
+
 @contextmanager
 def use_ready_kernels() -> Iterator[None]:
     """Keep `scaled_dot_product_attention` from using cuDNN kernels, inside a `with`.
 
     These kernels are compiled for each new pair of lengths, so a request would have to wait for the
-    compiler. The previous setting is restored at the end.
+    compiler. The setting belongs to the process, where several engines may be in a step at once. So
+    the last one restores what the first one found.
     """
-    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    with _lock:
+        was_enabled = _found[0] if _found else torch.backends.cuda.cudnn_sdp_enabled()
+        _found.append(was_enabled)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+        with _lock:
+            _found.pop()
+            if not _found:
+                torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
