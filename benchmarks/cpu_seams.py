@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from random_qwen import GRID, PATCH_ELEMENTS, make_config
+from qwen_shapes import make_config
+from random_qwen import GRID, PATCH_ELEMENTS
 from records import write_record
 from sensorium.embedded.cache import find_embedded_model
 from sensorium.models.adapter import ModelAdapter
@@ -35,7 +36,7 @@ NUM_LAYERS = 4
 def make_wide() -> ModelAdapter:
     import transformers
 
-    config = make_config(is_tiny=False)
+    config = make_config("3b")
     config.text_config.num_hidden_layers = NUM_LAYERS
     config.text_config.layer_types = config.text_config.layer_types[:NUM_LAYERS]
     config.text_config.vocab_size = 1000

@@ -30,7 +30,8 @@ from typing import Any, cast
 
 import torch
 
-from random_qwen import IMAGE_PAD, Prompt, make_model, make_prompts, make_request
+from qwen_shapes import IMAGE_PAD
+from random_qwen import Prompt, make_model, make_prompts, make_request
 from records import write_record
 from sensorium import ModelError
 from sensorium.engine.build.builder import build_engine_core

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from random_qwen import PATCH_ELEMENTS, make_config
+from qwen_shapes import make_config
+from random_qwen import PATCH_ELEMENTS
 from records import write_record
 from sensorium.models.adapter import ModelAdapter
 from sensorium.models.seams.matrix_products import align_widths
@@ -37,7 +38,7 @@ def make_tower(depth: int, device: str) -> Any:
     """A model whose decoder is small, with the whole tower."""
     import transformers
 
-    config = make_config(is_tiny=False)
+    config = make_config("3b")
     config.text_config.num_hidden_layers = 1
     config.text_config.layer_types = config.text_config.layer_types[:1]
     config.text_config.vocab_size = 151936 if device == "cuda" else 1000

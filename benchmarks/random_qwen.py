@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import transformers
 
+from qwen_shapes import IMAGE_PAD, VISION_END, VISION_START, make_config
 from sensorium import SamplingParams
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.request import EngineCoreRequest
@@ -16,54 +17,16 @@ NUM_TEXT_TOKENS = 80
 GRID = 32  # patches along each side of an image
 PATCH_ELEMENTS = 3 * 2 * 14 * 14
 NUM_IMAGE_TOKENS = (GRID // 2) ** 2
-VISION_START, VISION_END, IMAGE_PAD = 151652, 151653, 151655
 _ids = count()
 
 Prompt = tuple[list[int], dict[str, torch.Tensor]]
-
-
-def make_config(*, is_tiny: bool) -> Any:
-    """The shape of Qwen2.5-VL-3B; a tiny one has two layers of everything."""
-    depth = 2 if is_tiny else 32
-    hidden_size = 256 if is_tiny else 2048
-    text = {
-        "vocab_size": 151936,
-        "hidden_size": hidden_size,
-        "intermediate_size": 512 if is_tiny else 11008,
-        "num_hidden_layers": 2 if is_tiny else 36,
-        "num_attention_heads": hidden_size // 128,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e6,
-            "mrope_section": [16, 24, 24],
-        },
-    }
-    vision = {
-        "depth": depth,
-        "hidden_size": 160 if is_tiny else 1280,
-        "intermediate_size": 320 if is_tiny else 3420,
-        "num_heads": 2 if is_tiny else 16,
-        "out_hidden_size": hidden_size,
-        "fullatt_block_indexes": [i for i in range(depth) if i % 8 == 7] or [1],
-    }
-    return transformers.Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE_PAD,
-        vision_start_token_id=VISION_START,
-        vision_end_token_id=VISION_END,
-        tie_word_embeddings=True,
-    )
 
 
 def make_model(device: str, *, is_tiny: bool) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model = transformers.Qwen2_5_VLForConditionalGeneration._from_config(
-            make_config(is_tiny=is_tiny),
+            make_config("tiny" if is_tiny else "3b"),
             dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         )
     model.generation_config.eos_token_id = None
