@@ -28,7 +28,7 @@ help:
 	@echo "make test-gpu      run all tests that need a GPU, and print a table"
 	@echo "make test-install  try the wheel in clean environments of Python 3.11 to 3.13; several GB"
 	@echo "make test-resolve  look for wheels of all dependencies for the other architecture"
-	@echo "make check         check formatting, lint, types, layers, sizes and words"
+	@echo "make check         check formatting, lint, types, layers, sizes, words and printed figures"
 	@echo "make format        let ruff format and mend what it can"
 	@echo "make bench         run all benchmarks, and write benchmarks/records"
 	@echo "make references    compute the tokens that parity tests expect, in tests/references"
@@ -100,6 +100,7 @@ check: $(READY)
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python scripts/check_sizes.py
 	$(BIN)/python scripts/check_words.py
+	$(BIN)/python scripts/make_figures_doc.py --check
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -32,7 +32,7 @@ class UnlikeWorkError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """A choice of servers, loads and rounds to be measured."""
 
     sides: Sides
     loads: dict[str, Load]

@@ -1,0 +1,201 @@
+"""Writes the figures of README.md and docs/figures.md from the records of the benchmarks.
+
+    python scripts/make_figures_doc.py [--check]
+
+docs/figures.md is `scripts/figures_page.txt` with each `{record/path:format}` replaced by the
+number at that place of `benchmarks/records/RECORD.json`, and with the tables of two servers that
+were measured beside each other. README.md has such a table between two marks. `--check` writes
+nothing and fails if a page says something else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "benchmarks" / "records"
+TEMPLATE = Path(__file__).parent / "figures_page.txt"
+PAGE = ROOT / "docs" / "figures.md"
+README = ROOT / "README.md"
+MARKS = "<!-- made by scripts/make_figures_doc.py -->", "<!-- until here -->"
+# The README prints a row from the first of these that has it, and the ratios of all.
+SHAPES = {"3B": "beside_vllm_3b", "7B": "beside_vllm_7b"}
+SPEECH = "beside_vllm_whisper"
+_WAIT = "ttft_p50_ms"
+_BURSTS = ("chat", "crowd")  # in the README their waits have rows of their own
+_UNITS = {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s"}
+_OF_A_RECORD = ("hardware", "versions", "date", "commit")  # other paths begin in its figures
+
+Record = Mapping[str, Any]
+
+
+@lru_cache
+def read_record(name: str) -> Any:
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+class RecordFormatter(string.Formatter):
+    """A formatter whose fields are places in records: `offline/ratio/8`."""
+
+    def get_field(
+        self,
+        field_name: str,
+        args: Sequence[Any],  # noqa: ARG002
+        kwargs: Mapping[str, Any],
+    ) -> tuple[Any, str]:
+        if field_name in kwargs:
+            return kwargs[field_name], field_name
+        name, *path = field_name.split("/")
+        found = read_record(name)
+        if path[0] not in _OF_A_RECORD:
+            found = found["figures"]
+        for key in path:
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        return found, field_name
+
+
+# ---- tables of two servers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A figure of a load, for the peer and for us."""
+
+    load: str
+    figure: str
+    what: str
+    cells: list[str]  # the peer's rounds and ours, the better ones bold
+    ratio: str
+
+
+def make_rows(record: Record) -> list[Row]:
+    rows = []
+    for name, load in record["figures"]["loads"].items():
+        rows.append(_make_row(name, load, load["headline"], load["what"]))
+        if load["headline"] != _WAIT and _WAIT in load["ratio"]:
+            rows.append(_make_row(name, load, _WAIT, "the same: median time to the first token"))
+    return rows
+
+
+def _make_row(name: str, load: Record, figure: str, what: str) -> Row:
+    rounds = [[each[figure] for each in load[side]] for side in ("peer", "ours")]
+    unit = "ms" if figure.endswith("_ms") else _UNITS[figure]
+    ratio = load["ratio"][figure]
+    return Row(
+        load=name,
+        figure=figure,
+        what=what,
+        cells=_mark_better([_print(each, unit) for each in rounds], ratio, is_time=unit == "ms"),
+        ratio=f"{ratio:.2f}",
+    )
+
+
+def _print(numbers: Sequence[float], unit: str) -> str:
+    return f"{', '.join(print_number(number) for number in numbers)} {unit}"
+
+
+def print_number(number: float) -> str:
+    """Return a number with three digits, or with all of those before the point."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _mark_better(cells: list[str], ratio: float, *, is_time: bool) -> list[str]:
+    """Return the cells of the peer and of us with the better one bold, if one is."""
+    if ratio == 1:
+        return cells
+    is_ours = (ratio < 1) == is_time
+    return [f"**{cell}**" if place == is_ours else cell for place, cell in enumerate(cells)]
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def make_table(record: Record) -> str:
+    """Return all that was measured of two servers."""
+    rows = [[row.what, *row.cells, row.ratio] for row in make_rows(record)]
+    servers = record["figures"]["servers"]
+    starts = [servers[side].get("start_s") for side in ("peer", "ours")]
+    if all(starts):
+        ratio = mean(starts[1]) / mean(starts[0])
+        cells = _mark_better([_print(each, "s") for each in starts], ratio, is_time=True)
+        rows.append(["from the start to the first answer of /health", *cells, f"{ratio:.2f}"])
+    return print_table(["what", *_get_names(record), "ratio"], rows)
+
+
+def _get_names(record: Record) -> list[str]:
+    names = []
+    for side in ("peer", "ours"):
+        server = record["figures"]["servers"][side]
+        version = server["version"]
+        number = version if isinstance(version, str) else version["version"]
+        names.append(f"{server['name']} {number}")
+    return names
+
+
+def make_readme_table(records: Mapping[str, Record]) -> str:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from server_loads import LOADS, PROBES
+
+    order = [*PROBES, *LOADS]
+    rows = {shape: make_rows(record) for shape, record in records.items()}
+    by_place: dict[tuple[str, str], dict[str, Row]] = {}
+    for shape, of_shape in rows.items():
+        for row in of_shape:
+            if row.figure == _WAIT and row.load in LOADS and row.load not in _BURSTS:
+                continue
+            by_place.setdefault((row.load, row.figure), {})[shape] = row
+    lines = []
+    for place in sorted(by_place, key=lambda place: (order.index(place[0]), place[1] == _WAIT)):
+        found = by_place[place]
+        shape, row = next(iter(found.items()))
+        mark = "" if shape == next(iter(records)) else f" ({shape})"
+        ratios = [found[each].ratio if each in found else "-" for each in records]
+        lines.append([f"{row.what}{mark}", *row.cells, *ratios])
+    names = _get_names(next(iter(records.values())))
+    return print_table(["what", *names, *(f"ratio {shape}" for shape in records)], lines)
+
+
+# ---- pages
+
+
+def make_page(template: str) -> str:
+    tables = {f"table_{shape}": make_table(read_record(name)) for shape, name in SHAPES.items()}
+    tables["table_speech"] = make_table(read_record(SPEECH))
+    return RecordFormatter().vformat(template, (), tables)
+
+
+def make_readme(text: str) -> str:
+    """Return the page with the table that the records give, and all else as it is."""
+    head, rest = text.split(f"{MARKS[0]}\n")
+    tail = rest.split(MARKS[1])[1]
+    table = make_readme_table({shape: read_record(name) for shape, name in SHAPES.items()})
+    return f"{head}{MARKS[0]}\n{table}\n{MARKS[1]}{tail}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the figures of README.md and figures.md.")
+    parser.add_argument("--check", action="store_true", help="only compare")
+    arguments = parser.parse_args()
+    pages = {PAGE: make_page(TEMPLATE.read_text()), README: make_readme(README.read_text())}
+    old = [path for path, page in pages.items() if not path.exists() or path.read_text() != page]
+    if not arguments.check:
+        for path in old:
+            path.write_text(pages[path])
+    elif old:
+        names = " and ".join(path.relative_to(ROOT).as_posix() for path in old)
+        sys.exit(f"{names}: not as in the records; run `python scripts/make_figures_doc.py`")
+
+
+if __name__ == "__main__":
+    main()
