@@ -80,6 +80,9 @@ def run(arguments: argparse.Namespace, url: str, started: dict[str, Any]) -> dic
         except urllib.error.HTTPError as error:
             raise SystemExit(f"{address}/version: {error}; the record must say it") from error
         servers[side] = {"name": name, "version": version, "command": command}
+        start_s = arguments.peer_start_s if side == "peer" else arguments.our_start_s
+        if start_s:
+            servers[side]["start_s"] = start_s
         print(f"{side}: {name} {json.dumps(version)}", flush=True)
     servers["ours"] |= started
     num_prompt_tokens = check_kinds(plan)
@@ -123,7 +126,7 @@ def serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[str, dict[st
     url = server.wait_for_url()
     start_s = round(time.monotonic() - server.started, 1)
     print(f"ready after {start_s} s\n{log.read_text()}", flush=True)
-    return url, {"start_s": start_s, "command": " ".join(["sensorium", "serve", "DIR", *flags])}
+    return url, {"start_s": [start_s], "command": " ".join(["sensorium", "serve", "DIR", *flags])}
 
 
 def describe() -> str:
@@ -149,6 +152,9 @@ def parse() -> argparse.Namespace:
     add("--peer-name", default="peer", metavar="NAME", help="of the peer, for the record")
     add("--peer-command", metavar="TEXT", help="how the peer was started, for the record")
     add("--our-command", metavar="TEXT", help="how ours was started, for the record with --url")
+    seconds: dict[str, Any] = {"type": float, "nargs": "+", "metavar": "S"}
+    add("--our-start-s", **seconds, help="how long ours took to be healthy, for the record")
+    add("--peer-start-s", **seconds, help="how long the peer took, for the record")
     add("--make", action="store_true", help="make the model of --serve first")
     add("--shape", choices=("3b", "7b", "tiny"), help="of the model; what --make makes")
     add("--model", default=MODEL, metavar="NAME", help=f"its served name (default {MODEL})")

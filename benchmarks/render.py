@@ -124,8 +124,8 @@ async def post_all(target: Target, bodies: list[bytes], kind: str, num_clients: 
     return num_bytes
 
 
-def check_answer(target: Target, kind: str) -> None:
-    """Check that an answer has tokens, and pixels where there should be some."""
+def check_answer(target: Target, kind: str) -> int:
+    """Return the number of tokens, and check that there are pixels where there should be some."""
     headers = {"content-type": "application/json"}
     if kind == "msgpack":
         headers["accept"] = _MSGPACK
@@ -139,6 +139,7 @@ def check_answer(target: Target, kind: str) -> None:
     has_pixels = (decoded["features"].get("kwargs_data") or {}).get("image") is not None
     if len(decoded["token_ids"]) < 1000 or has_pixels == (kind == "metadata"):
         raise SystemExit(f"{target.name}: {kind} has other content than it should")
+    return len(decoded["token_ids"])
 
 
 def measure_once(
@@ -169,9 +170,13 @@ def _get_cpu(target: Target) -> float | None:
 
 
 def measure(targets: list[Target], arguments: argparse.Namespace) -> dict[str, Any]:
-    for target in targets:
-        for kind in target.kinds:
-            check_answer(target, kind)
+    num_tokens = {
+        f"{target.name} {kind}": check_answer(target, kind)
+        for target in targets
+        for kind in target.kinds
+    }
+    if len(set(num_tokens.values())) > 1:
+        raise SystemExit(f"the work differs, so it can't be compared: tokens {num_tokens}")
     for index in range(arguments.rounds + 1):
         for freshness in ("fresh", "repeated"):
             for kind in KINDS:
@@ -188,6 +193,7 @@ def measure(targets: list[Target], arguments: argparse.Namespace) -> dict[str, A
                         print(f"{target.name:10} {freshness:8} {kind:8} {_format(figures)}")
     return {
         "picture": f"{WIDTH}x{HEIGHT} JPEG",
+        "num_prompt_tokens": num_tokens,
         "num_rounds": arguments.rounds,
         "num_requests": arguments.requests,
         "num_clients": arguments.clients,
