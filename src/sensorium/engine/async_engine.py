@@ -134,7 +134,7 @@ class AsyncEngine:
 
     @property
     def only_one(self) -> dict[str, str]:
-        """Return the modalities of which a prompt may have one item, each with the reason."""
+        """Return the modalities that are limited to one item a prompt, each with the reason."""
         return self._inputs.switched_off.only_one
 
     @property

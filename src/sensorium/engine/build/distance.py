@@ -1,4 +1,4 @@
-"""Judges how far the engine's log-probabilities in a trial are from those of the model on its own.
+"""Judges the answers of a trial: how far they are from those of the model on its own.
 
 The model is computed twice without the engine, so that it is known what rounding alone changes.
 """
@@ -6,9 +6,12 @@ The model is computed twice without the engine, so that it is known what roundin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from sensorium.types.errors import ModelError
+from sensorium.types.request import EngineCoreOutput, TokenLogprobs
 
 # The engine's distance may be this many times the distance of rounding. Tiny models that the engine
 # computes correctly reach at most 1.7 times at the worst position and 0.9 times overall. Models
@@ -23,6 +26,46 @@ _LEAST_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-4, torch.bfloat16: 2e-
 # other tokens, and it is not known which of them the model was trained with. Such models, of random
 # weights, begin at 0.24.
 _MOST_ROUNDING = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 0.2}
+
+
+@dataclass(slots=True)
+class TrialAnswer:
+    """The tokens and log-probabilities that the engine computed for one request of a trial."""
+
+    token_ids: list[int] = field(default_factory=list)
+    # Those of every prompt token but the first; empty if the request did not ask for them.
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    num_encoder_hits: int = 0
+
+    def add(self, output: EngineCoreOutput) -> None:
+        if output.error is not None:
+            raise ModelError(str(output.error.make_error()))
+        self.token_ids += output.new_token_ids
+        self.prompt_logprobs += output.prompt_logprobs
+        self.logprobs += output.logprobs
+        if output.finish_reason is not None:
+            self.num_cached_tokens = output.num_cached_tokens
+            self.num_encoder_hits = output.num_encoder_hits
+
+
+def collect_logprobs(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
+    """Return the engine's log-probabilities as one list, and the token ids that they belong to.
+
+    `answers` are several answers to the same prompt. The token ids are grouped by position in the
+    text. Because of rounding, a later answer may choose another token than the first answer. Its
+    log-probabilities after that token are left out, because they belong to another text.
+    """
+    first = answers[0]
+    scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
+    rows = [list(entries) for entries in zip(*scored, strict=True)]
+    for index in range(len(first.token_ids)):
+        before = first.token_ids[:index]
+        rows.append([a.logprobs[index] for a in answers if a.token_ids[:index] == before])
+    ours = [value for row in rows for entry in row for value in entry.top_logprobs]
+    wanted = [[token_id for entry in row for token_id in entry.top_token_ids] for row in rows]
+    return ours, wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

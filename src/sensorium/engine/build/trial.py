@@ -24,13 +24,18 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.config import EngineConfig, make_scheduler
-from sensorium.engine.build.distance import Distance, find_fault
+from sensorium.engine.build.distance import (
+    Distance,
+    TrialAnswer,
+    collect_logprobs,
+    find_fault,
+)
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.models.adapter import ModelAdapter
@@ -42,7 +47,7 @@ from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
 from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, Prompt, TokenLogprobs
+from sensorium.types.request import EngineCoreRequest, Prompt
 from sensorium.types.restrictions import Restrictions
 from sensorium.types.sampling import MAX_LOGPROBS, GenerationDefaults, SamplingParams, TokenBans
 
@@ -62,28 +67,6 @@ _PARAMS = SamplingParams(
     prompt_logprobs=MAX_LOGPROBS,
     ignore_eos=True,
 )
-
-
-@dataclass(slots=True)
-class TrialAnswer:
-    """The tokens and log-probabilities that the engine computed for one request of a trial."""
-
-    token_ids: list[int] = field(default_factory=list)
-    # Those of every prompt token but the first; empty if the request did not ask for them.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    num_encoder_hits: int = 0
-
-    def add(self, output: EngineCoreOutput) -> None:
-        if output.error is not None:
-            raise ModelError(str(output.error.make_error()))
-        self.token_ids += output.new_token_ids
-        self.prompt_logprobs += output.prompt_logprobs
-        self.logprobs += output.logprobs
-        if output.finish_reason is not None:
-            self.num_cached_tokens = output.num_cached_tokens
-            self.num_encoder_hits = output.num_encoder_hits
 
 
 class TrialRun:
@@ -365,7 +348,7 @@ class Trial:
         otherwise: list[float] = []
         lengths: list[int] = []
         for case, answers in zip(cases, self._ask(cases), strict=True):
-            own, wanted = _collect(answers)
+            own, wanted = collect_logprobs(answers)
             output_ids = answers[0].token_ids
             ours += own
             theirs += self._whole.score(case.whole, output_ids, wanted)
@@ -375,24 +358,6 @@ class Trial:
             Distance.measure(ours, theirs, lengths),
             Distance.measure(theirs, otherwise, lengths),
         )
-
-
-def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
-    """Return the engine's log-probabilities as one list, and the token ids that they belong to.
-
-    `answers` are several answers to the same prompt. The token ids are grouped by position in the
-    text. Because of rounding, a later answer may choose another token than the first answer. Its
-    log-probabilities after that token are left out, because they belong to another text.
-    """
-    first = answers[0]
-    scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
-    rows = [list(entries) for entries in zip(*scored, strict=True)]
-    for index in range(len(first.token_ids)):
-        before = first.token_ids[:index]
-        rows.append([a.logprobs[index] for a in answers if a.token_ids[:index] == before])
-    ours = [value for row in rows for entry in row for value in entry.top_logprobs]
-    wanted = [[token_id for entry in row for token_id in entry.top_token_ids] for row in rows]
-    return ours, wanted
 
 
 def _check_encoder_hits(

@@ -1,4 +1,4 @@
-"""The modalities that a frontend refuses, or of which it takes one item a prompt, and why."""
+"""The modalities that a frontend refuses, or limits to one item a prompt, and why."""
 
 from __future__ import annotations
 
