@@ -56,12 +56,20 @@ of prompts and answers.
 How much rounding may change is measured in the dtype that is served: the same model with its own
 attention and with Transformers' eager one. The engine may be 2.5 times as far off over all, and 5
 times at the worst position. Models that are right are at 0.9 and 1.7 at most, wrong ones at 11 and
-17 or more. If the trial of text fails, so does the start. A modality whose trial fails is
-switched off: one warning in the log has the reason, requests with it are a 400 with the reason,
-and `/v1/models` and `sensorium models MODEL --try` show it. The same holds for a modality of any
-model, listed or not, of which a small item can't be prepared when a server warms up. Listed
-families have no trial: tests compare them. A trial takes about as long as 20 tokens and eight
-short prompts of the model (`benchmarks/trial.py`).
+17 or more. Where the two attentions differ by more than 0.01 in float32, 0.05 in float16 or 0.2 in
+bfloat16, they do not see the same tokens, or the dtype is too coarse: then nothing can be compared,
+and the trial fails. PaliGemma is refused for that.
+
+If the trial of text fails, so does the start. If that of a modality fails, it is made again with
+one item in each prompt. If that agrees, the modality is limited to one item a prompt (Granite
+Speech is: Transformers pads two sounds without a mask); else it is switched off. So is a modality
+that the model takes and whose checkpoint names no token or processor for it (Phi-4 multimodal runs
+as text). One warning in the log has the reason, requests with it, or with two items, are a 400 with
+the reason, and `/v1/models` (`switched_off`, `only_one`) and `sensorium models MODEL --try` show
+it. A modality of any model, listed or not, of which a small item can't be prepared when a server
+warms up, is switched off too. Listed families have no trial: tests compare them. A trial takes
+about as long as 20 tokens and eight short prompts of the model (`benchmarks/trial.py`), and one
+with an item that fails twice as long.
 
 The context is cut, with a line in the log, where a model is not the same beyond it: dynamic rotary
 factors, longrope factors of models whose own `generate` mixes them, a window that only the model's

@@ -120,3 +120,98 @@ def make_gemma4_unified(directory: Path) -> str:
     model = rescale(tf.Gemma4UnifiedForConditionalGeneration(config), embedding_std=0.02)
     save(directory, model, processor)
     return str(directory)
+
+
+def make_paligemma(directory: Path) -> str:
+    """Make a model that attends to its prompt in both directions, or not, as its attention likes.
+
+    The embeddings, which are its head too, are so small that its answers are far from certain. Then
+    its log-probabilities differ by as little as those of a model that rounds coarsely.
+    """
+    tokenizer = make_tokenizer(
+        ["<pad>", "<eos>", "<bos>", "<image>", *(f"<loc{index:04}>" for index in range(4))],
+        bos="<bos>",
+        eos="<eos>",
+        pad="<pad>",
+        extra={"image_token": "<image>"},
+    )
+    image_processor = tf.SiglipImageProcessor(size={"height": 56, "width": 56})
+    image_processor.image_seq_length = 16
+    processor = tf.PaliGemmaProcessor(image_processor, tokenizer)
+    text = text_values(tokenizer, head_dim=16, vocab_size=len(tokenizer) + 1100)
+    config = tf.PaliGemmaConfig(
+        text_config={"model_type": "gemma", **text},
+        vision_config={"model_type": "siglip_vision_model", **tower_values(vision_use_head=False)},
+        image_token_id=processor.image_token_id,
+        projection_dim=64,
+    )
+    model = rescale(tf.PaliGemmaForConditionalGeneration(config), embedding_std=0.03)
+    save(directory, model, processor)
+    return str(directory)
+
+
+def make_granite_speech(directory: Path) -> str:
+    """Make a model whose encoder has no mask for the padding of sounds. It needs torchaudio."""
+    tokenizer = make_tokenizer([*CHATML_TOKENS, "<|audio|>"], extra={"audio_token": "<|audio|>"})
+    text = text_values(tokenizer)
+    config = tf.GraniteSpeechConfig(
+        encoder_config={
+            "num_layers": 2,
+            "hidden_dim": 32,
+            "feedforward_mult": 2,
+            "num_heads": 2,
+            "output_dim": 42,
+            "context_size": 20,
+            "max_pos_emb": 32,
+            "conv_kernel_size": 5,
+        },
+        projector_config={
+            "model_type": "blip_2_qformer",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "encoder_hidden_size": 32,
+            "cross_attention_frequency": 1,
+        },
+        text_config={"model_type": "granite", **text},
+        audio_token_index=tokenizer.audio_token_id,
+        has_lora_adapter=False,
+        tie_word_embeddings=False,  # else a random model echoes
+    )
+    processor = tf.GraniteSpeechProcessor(
+        tf.GraniteSpeechFeatureExtractor(), tokenizer, chat_template=chatml(audio="<|audio|>")
+    )
+    save(directory, rescale(tf.GraniteSpeechForConditionalGeneration(config)), processor)
+    return str(directory)
+
+
+def make_phi4_multimodal(directory: Path) -> str:
+    """Make a model of pictures and sounds whose config does not name their tokens as others do."""
+    tokenizer = make_tokenizer([*CHATML_TOKENS, "<|image|>", "<|audio|>"])
+    id_of = tokenizer.convert_tokens_to_ids
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+    }
+    config = tf.Phi4MultimodalConfig(
+        **text_values(tokenizer),
+        vision_config={
+            **sizes,
+            "num_hidden_layers": 2,
+            "image_size": 56,
+            "crop_size": 56,
+            "image_token_id": id_of("<|image|>"),
+        },
+        audio_config={
+            **sizes,
+            "num_blocks": 2,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+            "audio_token_id": id_of("<|audio|>"),
+        },
+    )
+    save(directory, rescale(tf.Phi4MultimodalForCausalLM(config)), tokenizer)
+    return str(directory)

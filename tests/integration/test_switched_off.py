@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from sensorium import LLM, RequestError
 from sensorium.engine.build.catalog import describe_model
 from sensorium.engine.build.options import LoadingOptions
-from tests.integration.odd_models import make_vipllava
+from tests.integration.odd_models import make_phi4_multimodal, make_vipllava
 from tests.support.media import make_pixels, write_image
-from tests.support.server import ServerProcess, kill, serve
+from tests.support.server import ROOT, ServerProcess, kill, serve
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-switched-off")
@@ -51,9 +56,9 @@ def unpreparable_model(
     return str(directory)
 
 
-def make_chat(*, has_image: bool) -> dict[str, Any]:
+def make_chat(*, num_images: int) -> dict[str, Any]:
     content: list[dict[str, Any]] = [{"type": "text", "text": "what is it"}]
-    if has_image:
+    for _ in range(num_images):
         data = base64.b64encode(write_image(make_pixels(40, 60), "PNG")).decode()
         url = {"url": f"data:image/png;base64,{data}"}
         content.append({"type": "image_url", "image_url": url})
@@ -61,12 +66,12 @@ def make_chat(*, has_image: bool) -> dict[str, Any]:
 
 
 def check_image_is_off(server: ServerProcess, path: str, reason: str) -> None:
-    refused = server.post(path, make_chat(has_image=True))
+    refused = server.post(path, make_chat(num_images=1))
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
     assert "image is switched off on this server: " in message
     assert reason in message
-    assert server.post(path, make_chat(has_image=False)).status_code == 200
+    assert server.post(path, make_chat(num_images=0)).status_code == 200
     (card,) = server.get("/v1/models").json()["data"]
     assert card["modalities"] == ["text"]
     assert reason in card["switched_off"]["image"]
@@ -136,3 +141,64 @@ def test_the_description_of_a_model_has_what_is_off(
     text = describe_model(LoadingOptions(model=blind_model, device="cpu"), is_tried=True)
     assert "besides text: -\n" in text
     assert _NOT_FINITE in text
+
+
+def test_a_modality_of_which_two_items_fail_is_limited_to_one(tmp_path: Path) -> None:
+    """The context has room for one small picture and a few words."""
+    directory = make_vipllava(tmp_path / "model")
+    reason = "a prompt with 2 small items leaves no room for words in a context of 48 tokens"
+    with serve(directory, *_FLAGS[:-1], "48") as server:
+        (card,) = server.get("/v1/models").json()["data"]
+        assert card["modalities"] == ["text", "image"]
+        assert card["switched_off"] == {}
+        assert reason in card["only_one"]["image"]
+        assert server.post("/v1/chat/completions", make_chat(num_images=1)).status_code == 200
+        refused = server.post("/v1/chat/completions", make_chat(num_images=2))
+        assert refused.status_code == 400
+        message = refused.json()["error"]["message"]
+        assert "there are 2 image items, but on this server a prompt may have only one" in message
+        assert reason in message
+        (line,) = [line for line in server.lines if "image is limited to one item" in line]
+        assert reason in line
+        assert "WARNING" in line
+
+
+def test_a_model_that_pads_sounds_without_a_mask_hears_one_in_a_prompt(tmp_path: Path) -> None:
+    """Granite Speech: alone each sound is right, whatever else runs at the same time."""
+    command = [sys.executable, "-m", "tests.integration.granite_speech", str(tmp_path / "model")]
+    paths = [ROOT / "scripts"]
+    if find_spec("torchaudio") is None:
+        paths.append(ROOT / "tests" / "support" / "stand_ins")
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["switched_off"] == {}
+    reason = found["only_one"]["audio"]
+    assert "in a trial of text with audio the engine's log-probabilities are not" in reason
+    assert found["ours"] == found["theirs"]
+    assert found["most_in_a_batch"] > 1
+    assert f"a prompt may have only one: {reason}" in found["refusal"]
+    assert "besides text: audio\nswitched off: -\n" in found["description"]
+    assert f"one a prompt: audio: {reason}\n" in found["description"]
+
+
+def test_what_a_model_takes_and_this_engine_does_not_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = make_phi4_multimodal(tmp_path / "model")
+    reason = "Phi4MultimodalForCausalLM takes it, but the checkpoint names no placeholder token"
+    text = describe_model(LoadingOptions(model=directory))
+    assert "besides text: -\n" in text
+    assert f"switched off: image: {reason}" in text
+    assert f"; audio: {reason}" in text
+    llm = LLM(directory, device="cpu", dtype="float32", max_model_len=512)
+    lines = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert [line.split(" is switched off", 1)[0] for line in lines if reason in line] == [
+        "image",
+        "audio",
+    ]
+    prompt: Any = {"prompt": "what is it", "multi_modal_data": {"image": make_pixels(40, 60)}}
+    with pytest.raises(RequestError, match=f"image is switched off on this server: {reason}"):
+        llm.generate(prompt, use_tqdm=False)

@@ -69,7 +69,9 @@ def test_swapped_items_are_found(
 
     monkeypatch.setattr(placeholders, "_make_features", swap)
     # Its videos have equally many embeddings, so that only their content tells them apart.
-    assert _DIFFERENT in get_reasons(tiny_model("internvl"), dtype)["video"]
+    switched_off = make_llm(tiny_model("internvl"), dtype=dtype).input_processor.switched_off
+    assert _DIFFERENT in switched_off.only_one["video"]
+    assert "video" not in switched_off.reasons
 
 
 def test_plain_positions_instead_of_mrope_are_found(

@@ -18,7 +18,8 @@ OTHERS = (
     "Models of other types run through the same generic code, if their decoder uses Transformers'\n"
     "attention interface and a trial at start agrees with the model on its own. If the trial of\n"
     "text disagrees, the start fails. If that of a modality disagrees, the modality is switched\n"
-    "off. A sound that such a model would not hear to its end is refused."
+    "off, or limited to one item a prompt if that agrees. A sound that such a model would not\n"
+    "hear to its end is refused."
 )
 _DEFAULT = (
     f"Commands use {EMBEDDED_MODEL}, which comes with the package, unless they are given another "

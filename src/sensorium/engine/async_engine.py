@@ -133,6 +133,11 @@ class AsyncEngine:
         return self._inputs.switched_off.reasons
 
     @property
+    def only_one(self) -> dict[str, str]:
+        """Return the modalities that are limited to one item a prompt, each with the reason."""
+        return self._inputs.switched_off.only_one
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end a sequence of this model."""
         return self._inputs.defaults.eos_token_ids
@@ -170,7 +175,7 @@ class AsyncEngine:
         self.info = info
         self._inputs.defaults = info.defaults
         self._inputs.max_model_len = info.max_model_len
-        self._inputs.switched_off.take_core(info.switched_off)
+        self._inputs.switched_off.take_core(info.restrictions)
 
     def disconnect(self, reason: str) -> None:
         """Close the connection to the core, and fail all requests with an `EngineLostError`.

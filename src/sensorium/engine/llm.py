@@ -71,7 +71,7 @@ class LLM:
         loading = make_group(LoadingOptions, {**options, "model": model})
         running, media = make_group(EngineOptions, options), make_group(MediaOptions, options)
         with blame_checkpoint(loading.model):
-            built, frontend, switched_off = build_engine(loading, options=running, media=media)
+            built, frontend, restrictions = build_engine(loading, options=running, media=media)
         self.config, self.core, self.perception = built.config, built.core, frontend.perception
         self.input_processor = InputProcessor(
             frontend.processor,
@@ -83,7 +83,7 @@ class LLM:
             mm_processor_kwargs=media.mm_processor_kwargs,
             media_io_kwargs=media.media_io_kwargs,
             seed=running.seed,
-            switched_off=switched_off,
+            restrictions=restrictions,
         )
         self.input_processor.max_model_len = self.config.limits.max_model_len
         self._speech = read_speech_model(frontend)

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.logging import set_tqdm_hook
 
@@ -22,6 +28,7 @@ from sensorium.models.families import ADAPTERS
 from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
 from sensorium.models.towers import make_towers_class
 from sensorium.types.errors import ModelError
+from sensorium.types.multimodal import MODALITIES
 
 logger = logging.getLogger(__name__)
 _NEEDS_TRUST = (
@@ -70,6 +77,23 @@ def load_config(directory: str, *, trust_remote_code: bool = False) -> Pretraine
         config = getattr(config, name)
         config.architectures = [architecture]
     return config
+
+
+def find_unserved(
+    model_class: type[PreTrainedModel], modalities: Collection[str]
+) -> dict[str, str]:
+    """Return the modalities that a model's class declares and this engine can't give it, and why.
+
+    `modalities` are those that were found in the checkpoint: in its config and its processor.
+    """
+    declared = model_class.input_modalities
+    names = (declared,) if isinstance(declared, str) else tuple(declared)
+    return {
+        modality: f"{model_class.__name__} takes it, but the checkpoint names no placeholder token "
+        "or no processor for it in the way of most models, so that this engine can't give it any"
+        for modality in MODALITIES
+        if modality in names and modality not in modalities
+    }
 
 
 def resolve_device(device: str) -> torch.device:

@@ -71,6 +71,7 @@ class ScriptedEngine:
     reset_error: Exception | None = None
     modalities: tuple[str, ...] = ("image",)
     switched_off: dict[str, str] = field(default_factory=dict)
+    only_one: dict[str, str] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
 
     @property

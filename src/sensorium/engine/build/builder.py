@@ -34,7 +34,7 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.engine.build.tiers import build_tiers, takes_encoded
 from sensorium.engine.build.trial import Trial
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
-from sensorium.engine.inputs.switched_off import log_switched_off
+from sensorium.engine.inputs.switched_off import log_restrictions
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerSpec, group_layers
@@ -53,6 +53,7 @@ from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
 from sensorium.models.streaming import StreamingAdapter
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.multimodal.tiers.tiers import MediaTiers
+from sensorium.types.restrictions import Restrictions
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step
 from sensorium.worker.graphs.building import GraphOptions, Graphs, build_graphs
@@ -82,12 +83,11 @@ class Core:
 
 def build_engine(
     loading: LoadingOptions, *, options: EngineOptions, media: MediaOptions
-) -> tuple[Core, Frontend, dict[str, str]]:
+) -> tuple[Core, Frontend, Restrictions]:
     """Build a core and its frontend in this process, for the checkpoint that `loading` names.
 
-    A model of an unknown family is first compared with its own Transformers code (`try_core`). The
-    returned mapping has the modalities that failed this comparison: modality -> reason. Raises a
-    `ModelError` if the model can't be run.
+    A model of an unknown family is first compared with its own Transformers code (`try_core`), and
+    what that found is returned too. Raises a `ModelError` if the model can't be run.
     """
     checkpoint = read_checkpoint(loading)
     tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, media)
@@ -103,12 +103,12 @@ def build_engine(
     )
     caches = build_caches(media, store, receiver)
     frontend = build_frontend(loading, checkpoint, media, caches, tiers=tiers)
-    switched_off = {}
+    restrictions = Restrictions()
     if built.needs_trial:
-        switched_off = try_core(built, frontend, options.limit_mm_per_prompt)
+        restrictions = try_core(built, frontend, options.limit_mm_per_prompt)
     use_tiers(built, tiers)
     logger.info("media: %s", media)
-    return built, frontend, switched_off
+    return built, frontend, restrictions
 
 
 def use_tiers(built: Core, tiers: MediaTiers | None) -> None:
@@ -368,12 +368,11 @@ def _build_graphs(
 
 def try_core(
     built: Core, frontend: Frontend, limit_mm_per_prompt: Mapping[str, int]
-) -> dict[str, str]:
+) -> Restrictions:
     """Compare a core with the model's own code, and return the modalities that differ.
 
-    The result maps each modality that can't be used to the reason. Raises a `ModelError` if even
-    text differs; the frontend's media processes and threads are closed then. Caches and counters
-    stay as they were before.
+    They are logged. Raises a `ModelError` if even text differs; the frontend's media processes and
+    threads are closed then. Caches and counters stay as they were before.
     """
     report_step("comparing the engine with the model, which is of an unknown family")
     pipeline = frontend.perception.readonly.for_warmup()
@@ -386,12 +385,11 @@ def try_core(
         limit_mm_per_prompt=limit_mm_per_prompt,
     )
     try:
-        faults = trial.run()
+        restrictions = trial.run()
     except BaseException:
         frontend.perception.close()
         raise
     finally:
         pipeline.loader.close()
-    for modality, reason in faults.items():
-        log_switched_off(modality, reason)
-    return faults
+    log_restrictions(restrictions)
+    return restrictions

@@ -17,9 +17,10 @@ from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.models.checkpoint import get_num_weight_bytes
-from sensorium.models.loading import get_model_class
+from sensorium.models.loading import find_unserved, get_model_class
 from sensorium.models.recogniser import is_recogniser
 from sensorium.types.families import FAMILIES
+from sensorium.types.restrictions import Restrictions
 from sensorium.types.sampling import GenerationDefaults
 
 
@@ -34,14 +35,19 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
     checkpoint = read_checkpoint(loading)
     config, directory = checkpoint.hf_config, str(checkpoint.directory)
     model_class = get_model_class(directory, config, trust_remote_code=loading.trust_remote_code)
-    media, switched_off = MediaOptions(), dict[str, str]()
+    media, restrictions = MediaOptions(), Restrictions()
     if is_tried:
-        _, tried, switched_off = build_engine(loading, options=EngineOptions(), media=media)
+        _, tried, restrictions = build_engine(loading, options=EngineOptions(), media=media)
         tried.perception.close()
     frontend = build_frontend(loading, checkpoint, media, build_readonly_caches(media))
-    switched_off |= _find_switched_off(frontend)
     processor = frontend.processor
     family = next((f for f in FAMILIES if f.model_type == config.model_type), None)
+    is_listed = family is not None or is_recogniser(config)
+    switched_off = {
+        **({} if is_listed else find_unserved(model_class, processor.modalities)),
+        **restrictions.switched_off,
+        **_find_switched_off(frontend),
+    }
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     named = "not named in its config" if context is None else f"{context} tokens"
     unknown = "passed its trial" if is_tried else "a trial at start decides (see --try)"
@@ -53,6 +59,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
         "family": f"not known: {unknown}" if family is None else family.name,
         "besides text": ", ".join(m for m in processor.modalities if m not in switched_off) or "-",
         "switched off": "; ".join(f"{m}: {why}" for m, why in switched_off.items()) or "-",
+        "one a prompt": "; ".join(f"{m}: {why}" for m, why in restrictions.only_one.items()) or "-",
         "markers": ", ".join(processor.markers.values()) or "-",
         "sounds": f"{processor.sampling_rate} samples a second"
         if "audio" in processor.modalities

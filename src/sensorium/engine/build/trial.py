@@ -7,7 +7,8 @@ would run and give wrong tokens. Families with code of their own need no trial: 
 There is one trial of text, and then one for each modality. A trial has two prompts of different
 lengths, one of them with two items. They run together and in chunks, and each gets an answer of
 several tokens. Then they run again, with the encoder cache and with the prefix cache. Every
-log-probability of prompts and answers is compared.
+log-probability of prompts and answers is compared. If that fails, both prompts get one item each;
+if they agree with the model, the modality is limited to one item a prompt.
 
 Numbers that are rounded in another order differ slightly. How much depends on the model and its
 dtype, so it is measured: the model runs without the engine, once with its own attention and once
@@ -23,15 +24,22 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from sensorium.core.scheduler import Scheduler
 from sensorium.engine.build.config import EngineConfig, make_scheduler
+from sensorium.engine.build.distance import (
+    Distance,
+    TrialAnswer,
+    collect_logprobs,
+    find_fault,
+)
 from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.models.adapter import ModelAdapter
+from sensorium.models.loading import find_unserved
 from sensorium.models.media_batches import collate
 from sensorium.models.whole_model import WholeModel
 from sensorium.multimodal.pipeline import MediaPipeline
@@ -39,7 +47,8 @@ from sensorium.multimodal.processing.dummy_media import make_dummy_media
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import InvariantError, ModelError
 from sensorium.types.multimodal import MultiModalKwargsItem, Transfer
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, Prompt, TokenLogprobs
+from sensorium.types.request import EngineCoreRequest, Prompt
+from sensorium.types.restrictions import Restrictions
 from sensorium.types.sampling import MAX_LOGPROBS, GenerationDefaults, SamplingParams, TokenBans
 
 logger = logging.getLogger(__name__)
@@ -58,84 +67,6 @@ _PARAMS = SamplingParams(
     prompt_logprobs=MAX_LOGPROBS,
     ignore_eos=True,
 )
-# The engine's distance may be this many times the distance of rounding. Tiny models that the engine
-# computes correctly reach at most 1.7 times at the worst position and 0.9 times overall. Models
-# that it computes wrongly reach at least 17 times and 11 times (ADR 22).
-_WORST_FACTOR = 5.0
-_OVERALL_FACTOR = 2.5
-# A distance of rounding that is smaller counts as this much, because both attentions may happen to
-# round in the same way.
-_LEAST_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-4, torch.bfloat16: 2e-3}
-# If rounding alone changes log-probabilities by more than this, a comparison is meaningless.
-_MOST_ROUNDING = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Distance:
-    """A measure of how much two lists of log-probabilities differ, as root mean squares.
-
-    `overall` is computed over all values, and `worst` over the text position that differs most.
-    """
-
-    overall: float  # over all values
-    worst: float  # over the tokens of the position with the largest distance
-
-    @staticmethod
-    def measure(some: Sequence[float], others: Sequence[float], lengths: Sequence[int]) -> Distance:
-        """Return how much two lists of log-probabilities of the same tokens differ.
-
-        Both lists contain the values of one text position after another. `lengths` has the number
-        of values at each position. If a value is NaN, `worst` is NaN.
-        """
-        squares = (torch.tensor(some) - torch.tensor(others)).square()
-        positions = [float(part.mean().sqrt()) for part in torch.split(squares, list(lengths))]
-        # `max` may lose a NaN, which must fail the trial.
-        worst = max(positions) if all(value >= 0 for value in positions) else float("nan")
-        return Distance(overall=float(squares.mean().sqrt()), worst=worst)
-
-
-def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | None:
-    """Return why the engine's results are too far from the model's, or `None` if they are not.
-
-    `ours` is the difference between the engine and the model. `rounding` is the difference that
-    rounding in `dtype` alone makes, which is the yardstick.
-    """
-    if not rounding.overall <= _MOST_ROUNDING:
-        return (
-            "the model's log-probabilities can't be compared: rounding alone changes them by "
-            f"{rounding.overall:.2g} in {str(dtype).removeprefix('torch.')}; try another dtype"
-        )
-    least = _LEAST_ROUNDING[dtype]
-    is_overall_right = ours.overall <= _OVERALL_FACTOR * max(least, rounding.overall)
-    if is_overall_right and ours.worst <= _WORST_FACTOR * max(least, rounding.worst):
-        return None
-    return (
-        "the engine's log-probabilities are not those of the model on its own (they differ by "
-        f"{ours.worst:.2g} at the worst position, rounding alone by {rounding.worst:.2g}): the "
-        "model has a step between its encoders and its logits that this engine does not support"
-    )
-
-
-@dataclass(slots=True)
-class TrialAnswer:
-    """The tokens and log-probabilities that the engine computed for one request of a trial."""
-
-    token_ids: list[int] = field(default_factory=list)
-    # Those of every prompt token but the first; empty if the request did not ask for them.
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    num_encoder_hits: int = 0
-
-    def add(self, output: EngineCoreOutput) -> None:
-        if output.error is not None:
-            raise ModelError(str(output.error.make_error()))
-        self.token_ids += output.new_token_ids
-        self.prompt_logprobs += output.prompt_logprobs
-        self.logprobs += output.logprobs
-        if output.finish_reason is not None:
-            self.num_cached_tokens = output.num_cached_tokens
-            self.num_encoder_hits = output.num_encoder_hits
 
 
 class TrialRun:
@@ -211,7 +142,6 @@ class Trial:
         self._processor = processor
         self._config = config
         self._limits = limit_mm_per_prompt
-        self._words = self._fit_words()
         # A model with random weights may generate the token that stands for an item. Models treat
         # that token in different ways if there is no item, and no real model generates it.
         placeholders = [i for m in processor.modalities for i in processor.get_token_ids(m)]
@@ -225,28 +155,51 @@ class Trial:
         )
         self._whole = WholeModel(adapter)
 
-    def run(self) -> dict[str, str]:
-        """Compare text and then each modality, and return the modalities that can't be used.
+    def run(self) -> Restrictions:
+        """Compare text and then each modality, and return what can't be done with modalities.
 
-        The result maps each of them to the reason. Raises a `ModelError` if even text can't be
-        used.
+        Raises a `ModelError` if even text can't be used.
         """
         fault = self._try(None)
+        model_class = type(self._adapter.model)
         if fault is not None:
-            raise ModelError(f"{type(self._adapter.model).__name__} can't be run: {fault}")
-        allowed = [m for m in self._processor.modalities if self._limits.get(m) != 0]
-        faults = {modality: self._try(modality) for modality in allowed}
-        return {modality: fault for modality, fault in faults.items() if fault is not None}
+            raise ModelError(f"{model_class.__name__} can't be run: {fault}")
+        switched_off = find_unserved(model_class, self._processor.modalities)
+        only_one = {}
+        for modality in self._processor.modalities:
+            most = min(2, self._limits.get(modality, 2))
+            faults = self._try_modality(modality, most)
+            if len(faults) == most > 0:
+                switched_off[modality] = faults[-1]
+            elif faults:
+                only_one[modality] = faults[0]
+        allowed = {m: reason for m, reason in switched_off.items() if self._limits.get(m) != 0}
+        return Restrictions(switched_off=allowed, only_one=only_one)
 
-    def _try(self, modality: str | None) -> str | None:
+    def _try_modality(self, modality: str, most: int) -> list[str]:
+        """Compare the engine with the model on text with `most` items, then with fewer.
+
+        Returns what is wrong with each number of items, until both agree.
+        """
+        faults = []
+        for num_items in range(most, 0, -1):
+            fault = self._try(modality, num_items)
+            if fault is None:
+                break
+            faults.append(fault)
+        return faults
+
+    def _try(self, modality: str | None, num_items: int = 0) -> str | None:
         """Compare the engine with the model on text, or on text with items of one modality.
 
         Returns what is wrong, or `None` if both agree. `modality` is `None` for text alone.
+        `num_items` is the most items in a prompt.
         """
-        subject = "text" if modality is None else f"text with {modality}"
+        one = "one " if num_items == 1 else ""
+        subject = "text" if modality is None else f"text with {one}{modality}"
         started = time.monotonic()
         try:
-            ours, rounding = self._compare(modality)
+            ours, rounding = self._compare(modality, num_items)
         except Exception as error:  # an unknown model may raise anything
             logger.debug("the trial of %s failed", subject, exc_info=True)
             return f"a trial of {subject} failed: {str(error) or type(error).__name__}"
@@ -261,45 +214,71 @@ class Trial:
 
     # ---- the prompts
 
-    def _fit_words(self) -> list[str]:
-        """Return the sentences that prompts are made of, shortened if the context is very small."""
+    def _fit_words(self, modality: str | None, media: Sequence[object]) -> list[str]:
+        """Return the sentences that prompts are made of, shortened if the context is very small.
+
+        The prompts have these media items too. Raises a `ModelError` if the items alone fill the
+        context.
+        """
         num_tokens = len(self._processor.tokenizer("".join(_WORDS) + _WORDS[-1])["input_ids"])
-        room = self._config.limits.max_model_len - 2 * _NUM_TOKENS
+        max_model_len = self._config.limits.max_model_len
+        room = max_model_len - 2 * _NUM_TOKENS
+        if media:
+            _, processed = self._process("", [""] * (len(media) + 1), modality, media)
+            room -= len(processed.request.prompt_token_ids)
+            if room <= 0:
+                raise ModelError(
+                    f"a prompt with {len(media)} small items leaves no room for words in a context "
+                    f"of {max_model_len} tokens"
+                )
         share = min(1.0, max(0.1, room / num_tokens))
         return [words[: math.ceil(share * len(words))] for words in _WORDS]
 
-    def _make_cases(self, modality: str | None) -> list[_Case]:
+    def _make_cases(self, modality: str | None, num_items: int) -> list[_Case]:
         """Return two prompts of different lengths, the shorter one first.
 
         The engine already generates for the shorter one while it still computes the longer one.
-        With a modality, both contain the same media item at different places, and the longer one
-        contains a second item if the limits allow it.
+        With a modality, the shorter one contains one item, and the longer one contains another. If
+        `num_items` is two, the longer one contains the first item too, at another place.
         """
         if modality is None:
+            words = self._fit_words(None, ())
             return [
-                self._make_case("0", self._words[:1]),
-                self._make_case("1", self._make_long_text()),
+                self._make_case("0", words[:1]),
+                self._make_case("1", self._make_long_text("".join(words))),
             ]
-        num_items = min(2, self._limits.get(modality, 2))
         rate = self._processor.sampling_rate or 0
-        items = [make_dummy_media(modality, rate, index=index) for index in (1, 0)][:num_items]
+        first, second = (make_dummy_media(modality, rate, index=index) for index in (0, 1))
+        items = [second, first][:num_items]
+        words = self._fit_words(modality, items)
         return [
-            self._make_case("0", [self._words[0], self._words[2]], modality, items[-1:]),
-            self._make_case("1", [*self._words[:num_items], self._words[2] * 2], modality, items),
+            self._make_case("0", [words[0], words[2]], modality, [first]),
+            self._make_case("1", [*words[:num_items], words[2] * 2], modality, items),
         ]
 
-    def _make_long_text(self) -> list[str]:
-        """Return a text that is longer than the model's attention windows, as a list of parts.
+    def _make_long_text(self, text: str) -> list[str]:
+        """Return a text repeated so often that it is longer than the model's attention windows.
 
         Windows that would need too many tokens are ignored.
         """
-        text = "".join(self._words)
         num_tokens = len(self._processor.tokenizer(text)["input_ids"])
         room = min(_MAX_TEXT_TOKENS, self._config.limits.max_model_len - _NUM_TOKENS)
         windows = [group.window or 0 for group in self._config.groups]
         windows.append(getattr(self._adapter.text_config, "sliding_window", None) or 0)
         reachable = [window for window in windows if window + 2 * num_tokens <= room]
         return [text] * (1 + math.ceil(max(reachable, default=0) / num_tokens))
+
+    def _process(
+        self, request_id: str, texts: Sequence[str], modality: str | None, media: Sequence[object]
+    ) -> tuple[str, ProcessedRequest]:
+        """Return the prompt with these texts and the media items between them, and its request."""
+        text = self._processor.make_trial_text(modality, texts)
+        prompt: Prompt = {"prompt": text}
+        if modality is not None:
+            prompt = {"prompt": text, "multi_modal_data": {modality: list(media)}}
+        processed = self._inputs.process(request_id, prompt, _PARAMS)
+        self._inputs.release(processed)
+        return text, processed
 
     def _make_case(
         self,
@@ -308,22 +287,16 @@ class Trial:
         modality: str | None = None,
         media: Sequence[object] = (),
     ) -> _Case:
-        text = self._processor.make_trial_text(modality, texts)
-        prompt: Prompt = {"prompt": text}
-        if modality is not None:
-            prompt = {"prompt": text, "multi_modal_data": {modality: list(media)}}
-        processed = self._inputs.process(request_id, prompt, _PARAMS)
-        self._inputs.release(processed)
+        text, processed = self._process(request_id, texts, modality, media)
         tensors = {item.handle.mm_hash: item.handle.kwargs or {} for item in processed.items}
         request = processed.request
         try:
             whole = self._processor.call_whole(text, modality, media)
         except Exception:  # some processors take only one item, although the model takes more
-            if len(media) < 2:
-                raise
             items = [tensors[feature.mm_hash] for feature in request.mm_features]
-            if not _can_be_joined(items):  # only the processor could pad them to one length
-                return self._make_case(request_id, texts[1:], modality, media[1:])
+            # Items of different shapes only the processor could pad to one length.
+            if len(media) < 2 or not _can_be_joined(items):
+                raise
             whole = {"input_ids": torch.tensor([list(request.prompt_token_ids)]), **collate(items)}
         if whole["input_ids"][0].tolist() != list(request.prompt_token_ids):
             raise ModelError(_explain_prompt(modality, len(media)))
@@ -364,18 +337,18 @@ class Trial:
 
     # ---- the comparison
 
-    def _compare(self, modality: str | None) -> tuple[Distance, Distance]:
+    def _compare(self, modality: str | None, num_items: int) -> tuple[Distance, Distance]:
         """Return how much the engine differs from the model, and how much rounding alone changes.
 
         The second value compares the model with itself when it rounds in another way.
         """
-        cases = self._make_cases(modality)
+        cases = self._make_cases(modality, num_items)
         ours: list[float] = []
         theirs: list[float] = []
         otherwise: list[float] = []
         lengths: list[int] = []
         for case, answers in zip(cases, self._ask(cases), strict=True):
-            own, wanted = _collect(answers)
+            own, wanted = collect_logprobs(answers)
             output_ids = answers[0].token_ids
             ours += own
             theirs += self._whole.score(case.whole, output_ids, wanted)
@@ -385,24 +358,6 @@ class Trial:
             Distance.measure(ours, theirs, lengths),
             Distance.measure(theirs, otherwise, lengths),
         )
-
-
-def _collect(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
-    """Return the engine's log-probabilities as one list, and the token ids that they belong to.
-
-    `answers` are several answers to the same prompt. The token ids are grouped by position in the
-    text. Because of rounding, a later answer may choose another token than the first answer. Its
-    log-probabilities after that token are left out, because they belong to another text.
-    """
-    first = answers[0]
-    scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
-    rows = [list(entries) for entries in zip(*scored, strict=True)]
-    for index in range(len(first.token_ids)):
-        before = first.token_ids[:index]
-        rows.append([a.logprobs[index] for a in answers if a.token_ids[:index] == before])
-    ours = [value for row in rows for entry in row for value in entry.top_logprobs]
-    wanted = [[token_id for entry in row for token_id in entry.top_token_ids] for row in rows]
-    return ours, wanted
 
 
 def _check_encoder_hits(
@@ -455,7 +410,4 @@ def _explain_prompt(modality: str | None, num_items: int) -> str:
     """
     if num_items < 2:
         return "the model's processor turns the prompt into other token ids than this engine"
-    return (
-        f"the model's processor turns two {modality} items into other token ids than single ones; "
-        f'with limit_mm_per_prompt {{"{modality}": 1}} the trial has only one'
-    )
+    return f"the model's processor turns two {modality} items into other token ids than single ones"

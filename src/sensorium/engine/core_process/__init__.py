@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sensorium.types.restrictions import Restrictions
 from sensorium.types.sampling import GenerationDefaults
 
 
@@ -22,4 +23,4 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None  # of the core's half of the mirrored cache; None if it has none
     description: tuple[tuple[str, str], ...] = ()  # names and values of its configuration
     kernels: dict[str, str] = {}  # part of a step -> implementation that computes it
-    switched_off: dict[str, str] = {}  # modality -> why the core's trial refused it
+    restrictions: Restrictions = Restrictions()  # what the trial of the model allows no request

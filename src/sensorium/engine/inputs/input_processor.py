@@ -41,6 +41,7 @@ from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, Payload
 from sensorium.types.request import EngineCoreRequest, Prompt
+from sensorium.types.restrictions import Restrictions
 from sensorium.types.sampling import GenerationDefaults, SamplingParams
 from sensorium.utils.pausing import Pausing, run_through
 
@@ -115,7 +116,7 @@ class InputProcessor:
         # too, so that a bad one is not sent to the core.
         grammars: GrammarCompiler | None = None,
         max_string_length: int | None = None,  # for grammars that are compiled here
-        switched_off: Mapping[str, str] | None = None,  # modality -> why the core can't use it
+        restrictions: Restrictions | None = None,  # what the trial of a core in this process found
     ) -> None:
         self.processor = processor
         self.pipeline = pipeline
@@ -137,7 +138,7 @@ class InputProcessor:
         self._seeds = random.Random(seed)
         self._grammars = grammars
         self._max_string_length = max_string_length
-        self.switched_off = SwitchedOff(switched_off)
+        self.switched_off = SwitchedOff(restrictions)
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
@@ -464,10 +465,10 @@ class InputProcessor:
     def _check_counts(self, modalities: Sequence[str]) -> None:
         for modality in dict.fromkeys(modalities):
             count = modalities.count(modality)
+            self.switched_off.check(modality, count)
             if modality not in self.processor.modalities:
                 takes = ", ".join(self.processor.modalities) or "text only"
                 raise RequestError(f"this model takes no {modality} (it takes: {takes})")
-            self.switched_off.check(modality)
             limit = self._limits.get(modality)
             if limit is not None and count > limit:
                 raise RequestError(

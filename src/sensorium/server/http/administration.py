@@ -79,6 +79,7 @@ def _make_card(context: Context, name: str) -> ModelCard:
         modalities=["text", *context.engine.modalities],
         capabilities=context.capabilities,
         switched_off=context.engine.switched_off,
+        only_one=context.engine.only_one,
     )
 
 

@@ -29,6 +29,7 @@ from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
 from sensorium.server.processes.shared_resources import Pulse, get_idle_interval
 from sensorium.types.families import FAMILIES
+from sensorium.types.restrictions import Restrictions
 from sensorium.utils.process import listen_for_long_work
 
 # How long a step waits for one answer of a cache on another machine, while all requests wait.
@@ -60,9 +61,9 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | N
         built = build_core(
             loading, checkpoint, options=options.engine, receiver=receiver, has_own_process=True
         )
-        switched_off: dict[str, str] = {}
+        restrictions = Restrictions()
         if built.needs_trial:
-            switched_off = _try_core(built, loading, checkpoint, options)
+            restrictions = _try_core(built, loading, checkpoint, options)
         use_tiers(built, tiers)
         mirror = receiver if isinstance(receiver, MirrorReceiver) else None
         info = CoreInfo(
@@ -72,14 +73,15 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | N
             epoch=mirror.epoch if mirror is not None and options.media.capacity_bytes else None,
             description=(
                 *describe_core(built, options, model_type=checkpoint.hf_config.model_type),
-                *(("switched off", f"{m}: {reason}") for m, reason in switched_off.items()),
+                *(("switched off", f"{m}: {why}") for m, why in restrictions.switched_off.items()),
+                *(("one a prompt", f"{m}: {why}") for m, why in restrictions.only_one.items()),
             ),
             kernels={
                 "attention": built.config.attention_backend,
                 "cuda_graphs": built.config.graphs,
                 "fused": built.config.fused,
             },
-            switched_off=switched_off,
+            restrictions=restrictions,
         )
     return _make_loop(start, built), info, tiers
 
@@ -106,12 +108,11 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
 
 def _try_core(
     built: Core, loading: LoadingOptions, checkpoint: Checkpoint, options: ServeOptions
-) -> dict[str, str]:
-    """Compare the engine with the original model, and return the modalities that can't be used.
+) -> Restrictions:
+    """Compare the engine with the original model, and return what it can't do with media.
 
-    The result maps a modality to the reason. The trial has a frontend of its own, which shares no
-    cache with others and is closed afterwards. Raises a `ModelError` if the model can't be used at
-    all.
+    The trial has a frontend of its own, which shares no cache with others and is closed afterwards.
+    Raises a `ModelError` if the model can't be used at all.
     """
     alone = replace(
         options.media,
@@ -122,9 +123,9 @@ def _try_core(
         encoder=None,
     )
     frontend = build_frontend(loading, checkpoint, alone, build_caches(alone, None))
-    switched_off = try_core(built, frontend, options.engine.limit_mm_per_prompt)
+    restrictions = try_core(built, frontend, options.engine.limit_mm_per_prompt)
     frontend.perception.close()
-    return switched_off
+    return restrictions
 
 
 def describe_core(

@@ -30,6 +30,7 @@ def test_models_are_listed_under_all_their_names(server: RunningServer) -> None:
     card = server.get("/v1/models").json()["data"][0]
     assert card["max_model_len"] == 64
     assert (card["modalities"], card["switched_off"]) == (["text", "image"], {})
+    assert card["only_one"] == {}
     assert card["capabilities"] == ["chat", "completions"]
     assert server.get("/v1/models/gpt").status_code == 404
 

@@ -243,6 +243,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     # What the server does with this model: "chat", "completions", "transcription", "translation".
     capabilities: list[str]
     switched_off: dict[str, str] = {}  # kind of media -> the reason why it can't be used
+    only_one: dict[str, str] = {}  # kind of media -> why a prompt may have only one of it
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

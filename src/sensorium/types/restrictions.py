@@ -1,0 +1,15 @@
+"""What a server can't do with the media that its model takes, and why."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
+    """The modalities that the trial of a model found to work in part or not at all.
+
+    Each is mapped to the reason. No modality is in both.
+    """
+
+    switched_off: dict[str, str] = {}  # requests with it are refused
+    only_one: dict[str, str] = {}  # a prompt may have one item of it
