@@ -15,8 +15,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedCo
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.logging import set_tqdm_hook
 
+from sensorium.checkpoints.files import read_json
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.checkpoint import BAR_DELAY_S, read_json
+from sensorium.models.checkpoint import BAR_DELAY_S
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS
 from sensorium.models.recogniser import RecogniserAdapter, is_recogniser

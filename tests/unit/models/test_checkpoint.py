@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import errors
 
+from sensorium.checkpoints.files import read_json
 from sensorium.models import checkpoint
-from sensorium.models.checkpoint import find_checkpoint, find_weights, read_json
+from sensorium.models.checkpoint import find_checkpoint, find_weights
 from sensorium.types.errors import ModelError
 
 
