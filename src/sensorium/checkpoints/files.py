@@ -37,7 +37,7 @@ def get_weight_names(directory: Path) -> tuple[str, ...]:
 
 
 def check_presence(model: str, directory: Path, names: Iterable[str]) -> None:
-    """Raise a `ModelError` that names `model` unless the directory has all these files of weights."""
+    """Raise a `ModelError` that names `model` if one of these files of weights is missing."""
     names = tuple(names)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing == [WEIGHTS]:
@@ -67,12 +67,14 @@ def _get_hint(directory: Path) -> str:
 def read_json(path: Path) -> Mapping[str, Any]:
     """Return the JSON object in a file, or an empty one if the file does not exist.
 
-    Raises a `ModelError` if the file is not JSON, or not an object.
+    Raises a `ModelError` if the file can't be read, is not JSON, or not an object.
     """
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text())
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):

@@ -18,7 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sensorium.checkpoints.first_look import look_at, look_into
 from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.embedded.cache import PACKED_MODEL
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
@@ -218,6 +220,19 @@ _PARSERS: dict[Kind, Callable[[str], Any]] = {
 # ---- loading
 
 
+def look_at_model(model: str, arguments: argparse.Namespace, *, needs_weights: bool = True) -> None:
+    """Raise a `ModelError` if a look at the model's files shows that it can't be run.
+
+    A command calls it before it imports torch, which takes seconds. `needs_weights` tells whether
+    the command loads them.
+    """
+    max_model_len = getattr(arguments, "max_model_len", None)
+    if model == EMBEDDED_MODEL:
+        look_into(PACKED_MODEL, max_model_len=max_model_len)
+    else:
+        look_at(model, needs_weights=needs_weights, max_model_len=max_model_len)
+
+
 @contextmanager
 def showing_progress(arguments: argparse.Namespace) -> Iterator[None]:
     """Print the steps of loading a model in this block to stderr, unless `--quiet` was given."""
@@ -246,6 +261,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
     for group in (LoadingOptions, EngineOptions, MediaOptions):
         given |= get_given(arguments, group)
     limits = MediaLimits(**get_given(arguments, MediaLimits))
+    look_at_model(arguments.model, arguments)
     with showing_progress(arguments):
         from sensorium.engine.llm import LLM
 

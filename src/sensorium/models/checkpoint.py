@@ -28,6 +28,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import tqdm
 
 from sensorium.checkpoints.files import check_presence, get_weight_names
+from sensorium.checkpoints.first_look import find_directory, look_into
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.embedded.cache import find_embedded_model
 from sensorium.types.errors import ModelError, SensoriumError
@@ -62,22 +63,19 @@ def find_checkpoint(
 
     `model` is a directory, a hub id, or the name of the embedded model. `revision` is a branch, tag
     or commit of a hub id. Python files are downloaded only with `trust_remote_code`. Raises a
-    `ModelError` if the model can't be found.
+    `ModelError` if the model can't be found, or if what was downloaded can't be run.
     """
-    if not model:  # an empty path would be the current directory
-        raise ModelError("the name of the model is empty: give a directory or a hub id")
-    path = Path(model).expanduser()
     is_embedded = model == EMBEDDED_MODEL
-    if is_embedded or path.is_dir():
+    path = None if is_embedded else find_directory(model)
+    if is_embedded or path is not None:
         if revision is not None:
             kind = "the embedded model" if is_embedded else "a directory"
             raise ModelError(f"revision={revision!r} needs a hub id, but {model!r} is {kind}")
-        return find_embedded_model() if is_embedded else path
-    # A hub id is "name" or "owner/name".
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ModelError(f"there is no directory {model!r}")
+        return path or find_embedded_model()
     patterns = _SMALL_FILES + (_CODE_FILES if trust_remote_code else ())
-    return _fetch(model, revision=revision, patterns=patterns, use_tqdm=use_tqdm)
+    directory = _fetch(model, revision=revision, patterns=patterns, use_tqdm=use_tqdm)
+    look_into(directory)  # before gigabytes of weights are fetched
+    return directory
 
 
 def get_revision(directory: Path) -> str:
