@@ -23,7 +23,7 @@ _CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def get_weight_names(directory: Path) -> tuple[str, ...]:
-    """Return the names of a checkpoint's files of weights, of which some may be missing.
+    """Return the names of a checkpoint's files of weights. Some of these files may be missing.
 
     Raises a `ModelError` if its index of weights can't be read.
     """

@@ -65,9 +65,7 @@ def look_at(
 def look_into(directory: Path, *, max_model_len: int | None = None) -> None:
     """Raise a `ModelError` if the small files of a checkpoint show that it can't be run."""
     config = check_config(directory)
-    check_vocabulary(directory)
-    if _takes_media(config):
-        check_processor(directory)
+    check_files(directory, needs_processor=_takes_media(config))
     if max_model_len is not None:
         check_context(max_model_len, find_context(config))
 
@@ -170,8 +168,17 @@ def _find_quantization(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def check_vocabulary(directory: Path) -> None:
-    """Raise a `ModelError` if a checkpoint has no vocabulary for its tokenizer."""
+def check_files(directory: str | Path, *, needs_processor: bool) -> None:
+    """Raise a `ModelError` if a checkpoint has no tokenizer, or lacks a processor that it needs."""
+    _check_vocabulary(Path(directory))
+    if needs_processor and not _has_any(Path(directory), _PROCESSORS):
+        raise ModelError(
+            f"{str(directory)!r} has no processor for its media ({' or '.join(_PROCESSORS)}): copy "
+            "these files of the original model into it"
+        )
+
+
+def _check_vocabulary(directory: Path) -> None:
     if _has_any(directory, _VOCABULARIES, besides=_TOKENIZER_CONFIG):
         return
     config = read_json(directory / _TOKENIZER_CONFIG)
@@ -182,15 +189,6 @@ def check_vocabulary(directory: Path) -> None:
         f"{str(directory)!r} has no tokenizer (such as tokenizer.json, tokenizer.model or "
         "vocab.json): copy the files of the original model's tokenizer into it"
     )
-
-
-def check_processor(directory: Path) -> None:
-    """Raise a `ModelError` if a checkpoint has no settings for the processor of its media."""
-    if not _has_any(directory, _PROCESSORS):
-        raise ModelError(
-            f"{str(directory)!r} has no processor for its media ({' or '.join(_PROCESSORS)}): copy "
-            "these files of the original model into it"
-        )
 
 
 def _has_any(directory: Path, patterns: Iterable[str], *, besides: str = "") -> bool:

@@ -1,4 +1,4 @@
-"""What can't be run is told by its files, and nothing that can be run is refused."""
+"""A look at a model's files refuses what can't be run, and nothing else."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import Any
 
 import sensorium.models  # noqa: F401  (makes torchvision importable, before Transformers' processors)
@@ -20,7 +19,7 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
-from sensorium.checkpoints.first_look import check_processor, check_vocabulary
+from sensorium.checkpoints.first_look import check_files
 from sensorium.models.loading import get_model_class
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
@@ -199,9 +198,7 @@ class MultiModalProcessor:
         is_multimodal = sounds is not None or any(i is not None for i in self._token_ids.values())
         kind: Any = AutoProcessor if is_multimodal else AutoTokenizer
         kind = RecogniserParts if sounds is RecogniserProcessor else kind
-        check_vocabulary(Path(model))
-        if is_multimodal:
-            check_processor(Path(model))
+        check_files(model, needs_processor=is_multimodal)
         try:
             loaded: Any = kind.from_pretrained(model, trust_remote_code=trust_remote_code)
         except Exception as error:  # Transformers raises errors of many kinds
