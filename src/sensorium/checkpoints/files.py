@@ -96,7 +96,7 @@ def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
 
 def _get_num_bytes(tensor: dict[str, Any], element_size: int) -> int:
     if tensor["dtype"] in _CONVERTED:
-        return math.prod(tensor["shape"]) * element_size
+        return int(math.prod(tensor["shape"])) * element_size
     start, end = tensor["data_offsets"]
     return int(end - start)
 

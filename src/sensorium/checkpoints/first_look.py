@@ -25,8 +25,10 @@ from sensorium.types.families import FAMILIES
 ADAPTER_CONFIG = "adapter_config.json"
 # A hub id is "name" or "owner/name". These are the rules of the hub's library.
 _HUB_ID = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b")
-_VOCABULARIES = ("tokenizer*.json", "*.model", "*.model.v*", "*vocab*", "*.tiktoken", "*.spm")
-_VOCABULARIES += ("tekken.json",)
+_VOCABULARIES = (
+    *("tokenizer*.json", "*.model", "*.model.v*", "*vocab*", "*.tiktoken", "*.spm"),
+    "tekken.json",
+)
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Tokenizers that take bytes or characters for tokens, and so have no vocabulary.
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")

@@ -7,7 +7,6 @@ The exit codes are 0 for success, 1 for an error, which is explained on stderr, 
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import sys
@@ -19,6 +18,7 @@ from sensorium.cli.deploy import add_deploy
 from sensorium.cli.encode import add_encode
 from sensorium.cli.flags import take_late_words
 from sensorium.cli.models import add_models
+from sensorium.cli.nearness import hint_at_flag
 from sensorium.cli.serve import add_demo, add_serve
 from sensorium.cli.transcribe import add_transcribe
 from sensorium.types.errors import SensoriumError
@@ -34,6 +34,8 @@ def main() -> None:
     try:
         try:
             arguments = _parse_arguments()
+            for note in getattr(arguments, "notes", ()):
+                print(f"sensorium: {note}", file=sys.stderr)
             arguments.run(arguments)
         finally:
             sys.stdout.flush()
@@ -59,9 +61,7 @@ def _parse_arguments() -> argparse.Namespace:
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> NoReturn:
     """End the process with an error that names unknown arguments, and a flag that may be meant."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    nearest = difflib.get_close_matches(rest[0].partition("=")[0], flags, n=1)
-    hint = f" (did you mean {nearest[0]}?)" if nearest and rest[0].startswith("-") else ""
-    parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+    parser.error(f"unrecognized arguments: {' '.join(rest)}{hint_at_flag(rest[0], flags)}")
 
 
 class _Parser(argparse.ArgumentParser):
