@@ -41,10 +41,10 @@ _FROM_VLLM = """\
 Made by `scripts/make_options_doc.py` from the tables in `cli/vllm`; a test checks it.
 
 `sensorium serve` takes the command line of `vllm serve` where it can. Flags of the same name have
-the same purpose: [options.md](options.md) has them. `--max-model-len` and `--max-num-batched-tokens` take
-`4k` (4000), `4K` (4096) and `auto`; `--dtype` takes `half` and `float`; `--generation-config vllm`
-is `none`; lists such as `--allowed-origins '["*"]'` may be JSON. Units of `--kv-cache-memory-bytes`
-are powers of 1024 here in small letters too.
+the same purpose: [options.md](options.md) has them. `--max-model-len` and
+`--max-num-batched-tokens` take `4k` (4000), `4K` (4096) and `auto`; `--dtype` takes `half` and
+`float`; `--generation-config vllm` is `none`; lists such as `--allowed-origins '["*"]'` may be
+JSON. Units of `--kv-cache-memory-bytes` are powers of 1024 here in small letters too.
 
 The flags below are those that servers here don't have. Some are taken as another option. Some
 change nothing with the values that are listed, and are accepted with a line on stderr. With other
