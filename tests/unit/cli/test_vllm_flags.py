@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 
 from sensorium import cli
-from sensorium.cli.nearness import hint_at_flag
 from sensorium.cli.vllm.flags import FLAGS, ForeignFlag
 from sensorium.cli.vllm.table import ANY, OFF, ON
 from sensorium.engine.build.options import EngineOptions
@@ -242,7 +241,7 @@ KNOWN = [
     ],
 )
 def test_a_near_flag_is_named(word: str, flag: str) -> None:
-    assert hint_at_flag(word, KNOWN) == f" (did you mean {flag}?)"
+    assert cli.hint_at_flag(word, KNOWN) == f" (did you mean {flag}?)"
 
 
 @pytest.mark.parametrize(
@@ -253,11 +252,11 @@ def test_a_near_flag_is_named(word: str, flag: str) -> None:
     ],
 )
 def test_a_flag_that_is_far_from_all_gets_no_hint(word: str) -> None:
-    assert hint_at_flag(word, KNOWN) == ""
+    assert cli.hint_at_flag(word, KNOWN) == ""
 
 
 def test_a_part_of_a_json_object_is_told_to_be_written_as_one() -> None:
-    hint = hint_at_flag("--limit-mm-per-prompt.image", KNOWN)
+    hint = cli.hint_at_flag("--limit-mm-per-prompt.image", KNOWN)
     assert hint == " (write --limit-mm-per-prompt with a JSON object)"
 
 
