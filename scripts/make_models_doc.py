@@ -40,7 +40,14 @@ At load, in one sentence, before any weight is read where that is possible:
 - layers that attend more than once in a pass, masks that a layer makes itself or that are neither
   causal nor a window;
 - checkpoints with code of their own, unless it is trusted; weights that are not safetensors;
+- quantized weights (AWQ, GPTQ, FP8, bitsandbytes and all others), GGUF files, LoRA adapters;
+- directories without a config, a tokenizer or, for models that take media, a processor;
+- weights of other shapes than the config asks for, and weights with values that are not numbers;
 - models of types that are not in the table, if a trial of text differs from the model on its own.
+
+Commands look at the names, the JSON files and the headers of a model before they import PyTorch, so
+that a wrong directory is refused at once. The files of a hub id are looked at when the small ones
+are there, before weights are fetched.
 
 ## The trial of a type that is not in the table
 

@@ -1,8 +1,8 @@
-"""Writes docs/options.md from the declarations of all options.
+"""Writes docs/options.md and docs/from-vllm.md from the declarations of all options and flags.
 
     python scripts/make_options_doc.py [--check]
 
-`--check` writes nothing, and fails if the page differs.
+`--check` writes nothing, and fails if a page differs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import re
 import sys
 from pathlib import Path
 
+from sensorium.cli.vllm.flags import FLAGS, ForeignFlag
+from sensorium.cli.vllm.table import ANY
 from sensorium.engine.build.options import (
     EncodeOptions,
     EngineOptions,
@@ -23,14 +25,31 @@ from sensorium.scale.options import ScaleOptions
 from sensorium.server.options import ServeOptions
 from sensorium.types.options import SERVERS, Option, list_options
 
-PAGE = Path(__file__).parent.parent / "docs" / "options.md"
+DOCS = Path(__file__).parent.parent / "docs"
 _HEAD = """\
 # Options
 
 Made by `scripts/make_options_doc.py` from the declarations in the code; a test checks it. Each
 option is declared once, and is the same for the command line and for `LLM`. A flag that is on by
 default is turned off with `--no-…`. The commands `chat` and `generate` also take the parameters of
-`SamplingParams` as flags: see `sensorium chat --help`.
+`SamplingParams` as flags: see `sensorium chat --help`. Flags of `vllm serve` that are not here are
+taken too, or refused with a reason: see [from-vllm.md](from-vllm.md).
+"""
+_FROM_VLLM = """\
+# From vLLM
+
+Made by `scripts/make_options_doc.py` from the tables in `cli/vllm`; a test checks it.
+
+`sensorium serve` takes the command line of `vllm serve` where it can. Flags of the same name have
+the same purpose: [options.md](options.md) has them. `--max-model-len` and
+`--max-num-batched-tokens` take `4k` (4000), `4K` (4096) and `auto`; `--dtype` takes `half` and
+`float`; `--generation-config vllm` is `none`; lists such as `--allowed-origins '["*"]'` may be
+JSON. Units of `--kv-cache-memory-bytes` are powers of 1024 here in small letters too.
+
+The flags below are those that servers here don't have. Some are taken as another option. Some
+change nothing with the values that are listed, and are accepted with a line on stderr. With other
+values they are refused with the sentence, so that nobody believes in what is not done. A switch has
+`on` where the flag itself is accepted, and `off` where its form with `--no-` is.
 """
 _GROUPS: tuple[tuple[str, type, str], ...] = (
     ("Loading", LoadingOptions, "Keywords of `LLM`, and flags."),
@@ -88,16 +107,42 @@ def _make_row(each: Option) -> list[str]:
     return [flag, default, ", ".join(each.commands) or "-", meaning]
 
 
+def make_page_for_vllm() -> str:
+    """Return the text of the page for those who come from vLLM."""
+    taken = [
+        f"| `{each.name}` | {each.sentence.replace('|', '/')} |\n" for each in FLAGS if each.option
+    ]
+    others = [_make_foreign_row(each) for each in FLAGS if not each.option]
+    return "".join(
+        (
+            _FROM_VLLM,
+            "\n## Taken as another option\n\n| flag | meaning |\n| --- | --- |\n",
+            *taken,
+            "\n## Without effect, or refused\n\n",
+            "| flag | accepted values | what there is instead |\n| --- | --- | --- |\n",
+            *others,
+        )
+    )
+
+
+def _make_foreign_row(each: ForeignFlag) -> str:
+    accepted = ", ".join("any" if value == ANY else f"`{value}`" for value in each.accepted)
+    names = ", ".join(f"`{name}`" for name in each.names)
+    return f"| {names} | {accepted or '-'} | {each.sentence} |\n"
+
+
 def main() -> None:
-    """Write the page, or compare it."""
-    parser = argparse.ArgumentParser(description="Write docs/options.md.")
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser(description="Write docs/options.md and docs/from-vllm.md.")
     parser.add_argument("--check", action="store_true", help="only compare")
     arguments = parser.parse_args()
-    page = make_page()
-    if not arguments.check:
-        PAGE.write_text(page)
-    elif not PAGE.exists() or PAGE.read_text() != page:
-        sys.exit("docs/options.md is out of date: run `python scripts/make_options_doc.py`")
+    pages = {"options.md": make_page(), "from-vllm.md": make_page_for_vllm()}
+    for name, page in pages.items():
+        path = DOCS / name
+        if not arguments.check:
+            path.write_text(page)
+        elif not path.exists() or path.read_text() != page:
+            sys.exit(f"docs/{name} is out of date: run `python scripts/make_options_doc.py`")
 
 
 if __name__ == "__main__":

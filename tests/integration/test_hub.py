@@ -56,6 +56,8 @@ def home(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
         repository / "snapshots" / COMMITS["main"], repository / "snapshots" / ("c" * 40)
     )
     (weightless / "model.safetensors").unlink()
+    mute = shutil.copytree(weightless, repository / "snapshots" / ("d" * 40))
+    (mute / "tokenizer.json").unlink()
     return home
 
 
@@ -94,6 +96,7 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
         {"revision": "v2"},
         {"model": "owner/absent"},
         {"revision": "c" * 40},
+        {"revision": "d" * 40},
     ]
     results, pauses = run(home, calls, **variables)
     assert results[:3] == [[8192, 2], [4096, 2], [4096, 2]]
@@ -104,6 +107,7 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
         assert why in result
         assert "\n" not in result
     assert "weights" in str(results[5])
+    assert "has no tokenizer" in str(results[6])
     assert sum(pauses) < 1, pauses  # no retries: the hub's library sleeps a second before its first
 
 

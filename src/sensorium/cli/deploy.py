@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from sensorium.cli.flags import ENGINE_GROUPS, add_server_command, get_given
+from sensorium.checkpoints.first_look import look_into
+from sensorium.cli.flags import ENGINE_GROUPS, add_server_command, get_given, look_at_model
 from sensorium.cli.serve import make_options
 from sensorium.scale.options import ScaleOptions
 from sensorium.server.options import ServeOptions
@@ -86,6 +87,9 @@ def _deploy(arguments: argparse.Namespace) -> None:
     if arguments.print_config:
         print(make_config(arguments, options), end="")
         return
+    model = options.loading.model
+    if scale.ray_address is None:  # else the files are on other machines
+        look_at_model(model, arguments)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
     if scale.ray_address is None:
         # Who reaches a port of Ray can run programs. This makes Ray listen on 127.0.0.1 only; it
@@ -106,12 +110,13 @@ def _deploy(arguments: argparse.Namespace) -> None:
     if scale.ray_address is None or not port:
         port = _find_port(options)  # before Ray starts, which takes a while
     if scale.ray_address is None:
-        find_checkpoint(  # else each engine would tell of a wrong name after minutes
-            options.loading.model,
+        directory = find_checkpoint(  # else each engine would tell of a wrong name after minutes
+            model,
             revision=options.loading.revision,
             trust_remote_code=options.loading.trust_remote_code,
             use_tqdm=options.loading.use_tqdm_on_load,
         )
+        look_into(directory, max_model_len=options.engine.max_model_len)
     _connect(ray, scale)
     # Ray's own handler would abort this process with a dump of its stack.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -8,7 +8,6 @@ value, so that every default stands with its option.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -18,11 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sensorium.checkpoints.first_look import look_at, look_into
+from sensorium.cli.values import MAX_INTEGER, PARSERS, split_list
+from sensorium.cli.vllm.flags import add_foreign_flags
 from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.embedded.cache import PACKED_MODEL
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
-from sensorium.types.options import Kind, Option, list_options
+from sensorium.types.options import Option, list_options
 from sensorium.types.sampling import (
     GenerationDefaults,
     SamplingField,
@@ -40,10 +43,6 @@ MODEL_HELP = (
 )
 ENGINE_GROUPS = (LoadingOptions, EngineOptions, MediaOptions, MediaLimits)
 _URL_SCHEMES = ("http:", "https:", "data:", "file:")
-_MAX_INTEGER = 2**63 - 1  # the largest number that can be sent to another process
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-_COUNT = re.compile(r"(\w+)=(\d+)")
 _HUB_NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 
@@ -93,6 +92,7 @@ def add_server_command(
         "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
     )
     add_options(parser, name, *groups)
+    add_foreign_flags(parser)
     parser.set_defaults(run=run)
     return parser
 
@@ -113,7 +113,9 @@ def _make_details(each: Option, command: str) -> dict[str, Any]:
     details["metavar"] = each.metavar or None
     if each.choices:
         details["choices"] = each.choices
-    elif each.kind in _PARSERS:
+        if each.synonyms:
+            details["type"] = lambda text: dict(each.synonyms).get(text, text)
+    elif each.kind in PARSERS:
         details["type"] = partial(_parse, each)
     if is_list:
         details["action"] = "append" if each.kind == "texts" else "extend"
@@ -126,6 +128,8 @@ def get_given(arguments: argparse.Namespace, group: type) -> dict[str, Any]:
     for each in list_options(group):
         if arguments.command in each.commands and hasattr(arguments, each.destination):
             value = getattr(arguments, each.destination)
+            if each.kind == "texts":
+                value = [text for item in value for text in split_list(item)]
             given[each.name] = tuple(value) if isinstance(value, list) else value
     return given
 
@@ -135,87 +139,30 @@ def _parse(each: Option, text: str) -> Any:
 
     Raises an `ArgumentTypeError` with the reason if the text is not a valid value.
     """
-    value = _PARSERS[each.kind](text)
-    if each.kind not in ("integer", "number", "bytes"):
+    value = PARSERS[each.kind](text)
+    if value is None or each.kind not in ("integer", "number", "bytes", "tokens"):
         return value
     value *= each.unit
-    is_too_large = each.kind != "number" and abs(value) > _MAX_INTEGER
+    is_too_large = each.kind != "number" and abs(value) > MAX_INTEGER
     if is_too_large or not each.is_valid(value):
         raise argparse.ArgumentTypeError(f"it must be {each.rule}, not {text}")
     return value
 
 
-def _parse_number(text: str, kind: type[int | float] = float, noun: str = "a number") -> float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {noun}") from None
-
-
-def _parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as "4294967296", "4G" or "4096M" means.
-
-    Units are powers of 1024. Raises an `ArgumentTypeError` if the text is not such a number.
-    """
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: use e.g. 4G")
-    return int(float(match[1]) * 2 ** _POWERS[match[2].lower()])
-
-
-def _parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the integers of a list that is separated by commas, such as "1,2,4".
-
-    Raises an `ArgumentTypeError` if one of them is not an integer >= 1.
-    """
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= _MAX_INTEGER for word in words):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of integers >= 1 like 1,2,4; --enforce-eager disables graphs"
-        )
-    return tuple(map(int, words))
-
-
-def _parse_mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"the value is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError('a JSON object is needed, such as {"name": 1}')
-    return value
-
-
-def _parse_counts(text: str) -> dict[str, int]:
-    """Return a count for each modality, from text such as '{"image": 4}' or "image=4,video=1"."""
-    if text.lstrip().startswith("{"):
-        return _parse_mapping(text)
-    matches = [_COUNT.fullmatch(part.strip()) for part in text.split(",")]
-    if None in matches:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of counts: use JSON, or e.g. image=4,video=1"
-        )
-    return {match[1]: int(match[2]) for match in matches if match is not None}
-
-
-def _parse_file(text: str) -> str:
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {text!r}")
-    return text
-
-
-_PARSERS: dict[Kind, Callable[[str], Any]] = {
-    "integer": partial(_parse_number, kind=int, noun="an integer"),
-    "number": _parse_number,
-    "bytes": _parse_bytes,
-    "sizes": _parse_sizes,
-    "counts": _parse_counts,
-    "mapping": _parse_mapping,
-    "file": _parse_file,
-}
-
-
 # ---- loading
+
+
+def look_at_model(model: str, arguments: argparse.Namespace, *, needs_weights: bool = True) -> None:
+    """Raise a `ModelError` if a look at the model's files shows that it can't be run.
+
+    A command calls it before it imports torch, which takes seconds. `needs_weights` tells whether
+    the command loads them.
+    """
+    max_model_len = getattr(arguments, "max_model_len", None)
+    if model == EMBEDDED_MODEL:
+        look_into(PACKED_MODEL, max_model_len=max_model_len)
+    else:
+        look_at(model, needs_weights=needs_weights, max_model_len=max_model_len)
 
 
 @contextmanager
@@ -246,6 +193,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
     for group in (LoadingOptions, EngineOptions, MediaOptions):
         given |= get_given(arguments, group)
     limits = MediaLimits(**get_given(arguments, MediaLimits))
+    look_at_model(arguments.model, arguments)
     with showing_progress(arguments):
         from sensorium.engine.llm import LLM
 

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from sensorium.cli.flags import add_quiet, showing_progress
+from sensorium.cli.flags import add_quiet, look_at_model, showing_progress
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.types.families import FAMILIES
 
@@ -58,6 +58,7 @@ def _show_models(arguments: argparse.Namespace) -> None:
     if arguments.model is None:
         print(format_table(get_rows(), HEADER), OTHERS, _DEFAULT, sep="\n\n")
         return
+    look_at_model(arguments.model, arguments, needs_weights=arguments.is_tried)
     with showing_progress(arguments):
         from sensorium.engine.build.catalog import describe_model
         from sensorium.engine.build.options import LoadingOptions

@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sensorium.cli.flags import ENGINE_GROUPS, MODEL_HELP, add_server_command, get_given
+from sensorium.cli.flags import (
+    ENGINE_GROUPS,
+    MODEL_HELP,
+    add_server_command,
+    get_given,
+    look_at_model,
+)
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
@@ -87,6 +93,7 @@ def add_demo(commands: Any) -> None:
 
 
 def _run_demo(arguments: argparse.Namespace) -> None:
+    look_at_model(arguments.model, arguments)
     from sensorium.cli.demo import run_demo  # imports libraries for pictures and terminals
 
     run_demo(arguments)
@@ -94,12 +101,13 @@ def _run_demo(arguments: argparse.Namespace) -> None:
 
 def _serve(arguments: argparse.Namespace) -> None:
     """Run a server until it stops, and exit with its status if that is not 0."""
+    options = make_options(arguments)
+    look_at_model(options.model, arguments, needs_weights=not options.is_render_only)
     import asyncio
 
     from sensorium.server.logs import set_up_logging
     from sensorium.server.processes.supervisor import Supervisor
 
-    options = make_options(arguments)
     set_up_logging("parent", log_format=options.log_format, log_level=options.log_level)
     status = asyncio.run(Supervisor(options).run())
     if status:

@@ -9,10 +9,8 @@ own index. The many errors of the hub become one sentence each.
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,25 +27,18 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
+from sensorium.checkpoints.files import check_presence, get_weight_names
+from sensorium.checkpoints.first_look import find_directory, look_into
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.embedded.cache import find_embedded_model
 from sensorium.types.errors import ModelError, SensoriumError
 
 BAR_DELAY_S = 1.0
-WEIGHTS = "model.safetensors"
-WEIGHTS_INDEX = "model.safetensors.index.json"
 _TIMEOUT_S = 10.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 4096  # that are read of a file of weights to recognise it
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _CODE_FILES = ("*.py",)
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# A safetensors file has 8 bytes with the length of its header (little endian), the header as JSON,
-# and the tensors.
-_PREFIX_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
-# Transformers converts these types to the dtype that is asked for. Others stay as they are.
-_CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @contextmanager
@@ -72,22 +63,19 @@ def find_checkpoint(
 
     `model` is a directory, a hub id, or the name of the embedded model. `revision` is a branch, tag
     or commit of a hub id. Python files are downloaded only with `trust_remote_code`. Raises a
-    `ModelError` if the model can't be found.
+    `ModelError` if the model can't be found, or if what was downloaded can't be run.
     """
-    if not model:  # an empty path would be the current directory
-        raise ModelError("the name of the model is empty: give a directory or a hub id")
-    path = Path(model).expanduser()
     is_embedded = model == EMBEDDED_MODEL
-    if is_embedded or path.is_dir():
+    path = None if is_embedded else find_directory(model)
+    if is_embedded or path is not None:
         if revision is not None:
             kind = "the embedded model" if is_embedded else "a directory"
             raise ModelError(f"revision={revision!r} needs a hub id, but {model!r} is {kind}")
-        return find_embedded_model() if is_embedded else path
-    # A hub id is "name" or "owner/name".
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1:
-        raise ModelError(f"there is no directory {model!r}")
+        return path or find_embedded_model()
     patterns = _SMALL_FILES + (_CODE_FILES if trust_remote_code else ())
-    return _fetch(model, revision=revision, patterns=patterns, use_tqdm=use_tqdm)
+    directory = _fetch(model, revision=revision, patterns=patterns, use_tqdm=use_tqdm)
+    look_into(directory)  # before gigabytes of weights are fetched
+    return directory
 
 
 def get_revision(directory: Path) -> str:
@@ -136,46 +124,14 @@ def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, 
     `directory` is the one that `find_checkpoint` returned. Raises a `ModelError` if files are still
     missing afterwards.
     """
-    names = _get_weight_names(directory)
+    names = get_weight_names(directory)
     if not Path(model).expanduser().is_dir() and not all(
         (directory / name).is_file() for name in names
     ):
         # The name of a snapshot's directory is its commit.
         _fetch(model, revision=directory.name, patterns=names, use_tqdm=use_tqdm)
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing == [WEIGHTS]:
-        raise ModelError(f"there are no weights in {str(directory)!r}{_get_hint(directory)}")
-    if missing:
-        raise ModelError(
-            f"the weights of {model!r} are not complete: "
-            f"{len(missing)} of {len(names)} files are missing, for example {missing[0]}"
-        )
+    check_presence(model, directory, names)
     return tuple(directory / name for name in names)
-
-
-def _get_weight_names(directory: Path) -> tuple[str, ...]:
-    index = directory / WEIGHTS_INDEX
-    if (directory / WEIGHTS).is_file() or not index.is_file():
-        return (WEIGHTS,)
-    try:
-        return tuple(sorted(set(json.loads(index.read_text())["weight_map"].values())))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"the file {index} is not an index of weights: {error!r}") from error
-
-
-def _get_hint(directory: Path) -> str:
-    """Return the end of the error text for missing weights.
-
-    It mentions pickle files if the directory has any. They are not loaded, because they can run
-    code when they are read.
-    """
-    pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
-    if not pickles:
-        return f": {WEIGHTS} or {WEIGHTS_INDEX} is needed"
-    return (
-        f" but {pickles[0]}: only safetensors are loaded, because pickles can run code. "
-        "Transformers' `save_pretrained` converts them"
-    )
 
 
 def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqdm: bool) -> Path:
@@ -249,60 +205,3 @@ class _Bar(tqdm):
 
 class _NoBar(_Bar):
     is_hidden = True
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in a file, or an empty one if the file does not exist.
-
-    Raises a `ModelError` if the file is not JSON, or not an object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return content
-
-
-def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
-    """Return the memory in bytes that the tensors in safetensors files take when they are loaded.
-
-    Floating-point tensors are counted with `element_size` bytes per number, because they are
-    converted to one type. Only the headers are read. Raises a `ModelError` for a file that is cut
-    short.
-    """
-    return sum(
-        _get_num_bytes(tensor, element_size) for path in paths for tensor in read_tensors(path)
-    )
-
-
-def _get_num_bytes(tensor: dict[str, Any], element_size: int) -> int:
-    if tensor["dtype"] in _CONVERTED:
-        return math.prod(tensor["shape"]) * element_size
-    start, end = tensor["data_offsets"]
-    return int(end - start)
-
-
-def read_tensors(path: Path) -> list[dict[str, Any]]:
-    """Return the `dtype`, `shape` and `data_offsets` of each tensor in a safetensors file.
-
-    Raises a `ModelError` if the file is not in this format, or shorter than its header demands.
-    """
-    num_file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(_PREFIX_BYTES), "little")
-        if header_size > _MAX_HEADER_BYTES:
-            raise ModelError(f"{path} is not a safetensors file")
-        header = file.read(header_size)
-    try:
-        tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
-        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a safetensors file, or is cut short: {error}") from error
-    expected = _PREFIX_BYTES + header_size + end
-    if num_file_bytes < expected:
-        raise ModelError(f"{path} is cut short: it has {num_file_bytes} of {expected} bytes")
-    return tensors

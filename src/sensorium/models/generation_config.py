@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from sensorium.models.checkpoint import read_json
+from sensorium.checkpoints.files import read_json
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 

@@ -21,8 +21,10 @@ from transformers import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils.logging import set_tqdm_hook
 
+from sensorium.checkpoints.files import read_json
+from sensorium.checkpoints.first_look import check_config
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.checkpoint import BAR_DELAY_S, read_json
+from sensorium.models.checkpoint import BAR_DELAY_S
 from sensorium.models.encoder_decoder import EncoderDecoderAdapter
 from sensorium.models.families import ADAPTERS
 from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
@@ -46,6 +48,8 @@ _PARTS = {"qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGe
 # Ends of the names of weights that only training uses. Checkpoints of wav2vec2 leave them out.
 _TRAINING_WEIGHTS = ("masked_spec_embed",)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# The types of weights that are searched for NaN. Others have none, or no function for it.
+_CHECKED_DTYPES = frozenset({*_DTYPES.values(), torch.float64})
 # The kinds of layers that can be run, and why others can't.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _REASONS = {
@@ -63,7 +67,7 @@ def load_config(directory: str, *, trust_remote_code: bool = False) -> Pretraine
     """
     # Raise an error if this file is broken: Transformers would silently continue without it.
     read_json(Path(directory) / "generation_config.json")
-    content = read_json(Path(directory) / "config.json")
+    content = check_config(Path(directory))
     is_known = content.get("model_type") in CONFIG_MAPPING
     if "AutoConfig" in content.get("auto_map", ()) and not is_known and not trust_remote_code:
         raise ModelError(_NEEDS_TRUST.format(directory))
@@ -165,6 +169,7 @@ def load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
     except ModelError:
         raise
@@ -173,6 +178,7 @@ def load_model(
         raise ModelError(f"the weights of {directory!r} can't be loaded: {error}") from error
     _check_weights(directory, report)
     loaded.to(device).eval()
+    _check_numbers(directory, loaded)
     if is_recogniser(config):
         return RecogniserAdapter(loaded)
     return ADAPTERS.get(config.model_type, ModelAdapter)(loaded)
@@ -198,11 +204,18 @@ def _loading_bar(use_tqdm: bool) -> Iterator[None]:
 
 
 def _check_weights(model: str, report: Mapping[str, Any]) -> None:
-    """Raise a `ModelError` if weights are missing, and log a warning for weights that are unused.
+    """Raise a `ModelError` if weights are missing or misshapen, and warn of those that are unused.
 
     `report` is what Transformers returned about loading. Transformers would fill missing weights
     with random numbers, and only log a warning.
     """
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, needed = mismatched[0]
+        others = f" ({len(mismatched)} tensors differ)" if len(mismatched) > 1 else ""
+        raise ModelError(
+            f"the weights of {model!r} do not belong to its config.json: the tensor {name} has the "
+            f"shape {list(found)} where the config asks for {list(needed)}{others}"
+        )
     missing = sorted(key for key in report["missing_keys"] if not key.endswith(_TRAINING_WEIGHTS))
     if missing:
         raise ModelError(
@@ -216,6 +229,25 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
             "the model does not use %d tensors of the checkpoint, for example %s",
             len(unexpected),
             names,
+        )
+
+
+def _check_numbers(model: str, loaded: torch.nn.Module) -> None:
+    """Raise a `ModelError` that names the first weights with a value that is not a number (NaN).
+
+    Every answer that depends on them would be senseless, without an error.
+    """
+    names, sums = [], []
+    for name, tensor in loaded.named_parameters():
+        if tensor.dtype in _CHECKED_DTYPES and tensor.numel() and not tensor.is_meta:
+            names.append(name)
+            sums.append(tensor.detach().amax().float())  # the largest is NaN if any value is
+    bad = [] if not sums else torch.stack(sums).isnan().nonzero().flatten().tolist()
+    if bad:
+        others = f", and in {len(bad) - 1} other tensors" if len(bad) > 1 else ""
+        raise ModelError(
+            f"the weights of {model!r} are damaged: there are values that are not numbers (NaN) in "
+            f"the tensor {names[bad[0]]}{others}. Download or convert them again"
         )
 
 

@@ -18,12 +18,14 @@ from typing import Any, Literal, TypeVar
 from sensorium.types.errors import ModelError
 
 # How a value is written and checked. "texts" is a flag that may be repeated, "names" one flag with
-# several values, "bytes" an integer that may have a unit, "counts" a number for each modality.
+# several values, "bytes" an integer that may have a unit, "tokens" one that may be "auto" too,
+# "counts" a number for each modality.
 Kind = Literal[
     "switch",
     "integer",
     "number",
     "bytes",
+    "tokens",
     "text",
     "file",
     "texts",
@@ -59,6 +61,7 @@ class Option:
     above: float | None = None  # every value must be greater than this one
     most: float | None = None
     choices: tuple[str, ...] = ()
+    synonyms: tuple[tuple[str, str], ...] = ()  # other words on the command line, with the choice
     metavar: str = ""
     default_text: str = ""  # the default in words, where its value explains nothing
     server_default: str = ""  # what a server chooses instead, if it does
@@ -275,6 +278,7 @@ _RULES: dict[Kind, tuple[str, Callable[[object], bool]]] = {
     "integer": ("an integer", _is_integer),
     "number": ("a number", _is_number),
     "bytes": ("an integer", _is_integer),
+    "tokens": ("an integer", _is_integer),
     "text": ("text", _is_text),
     "file": ("the name of a file", _is_text),
     "texts": ("a list of text", _are_texts),

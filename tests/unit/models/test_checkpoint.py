@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import errors
 
+from sensorium.checkpoints.files import read_json
 from sensorium.models import checkpoint
-from sensorium.models.checkpoint import find_checkpoint, find_weights, read_json
+from sensorium.models.checkpoint import find_checkpoint, find_weights
 from sensorium.types.errors import ModelError
 
 
@@ -76,6 +77,9 @@ def test_code_is_fetched_only_if_it_may_run_and_weights_by_their_names_from_the_
     snapshot = tmp_path / "0123abc"
     snapshot.mkdir()
     write_index(snapshot, "a.safetensors", "b.safetensors")
+    settings = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (snapshot / "config.json").write_text(json.dumps(settings))
+    (snapshot / "tokenizer.json").touch()
 
     def download(model: str, **options: object) -> str:
         calls.append((model, options["revision"], options["allow_patterns"]))

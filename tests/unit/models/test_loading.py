@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_directory_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"no model can be loaded from '{tmp_path}'"):
+    with pytest.raises(ModelError, match=f"there is no config.json in '{tmp_path}'"):
         load_config(str(tmp_path))
 
 

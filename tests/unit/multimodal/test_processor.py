@@ -166,6 +166,12 @@ def test_a_directory_without_a_processor_is_refused_by_name(
     tiny_model: Callable[[str], str], tmp_path: Any
 ) -> None:
     config = AutoConfig.from_pretrained(tiny_model("llava"))
+    with pytest.raises(ModelError, match=f"'{tmp_path}' has no tokenizer"):
+        MultiModalProcessor(str(tmp_path), config)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=f"'{tmp_path}' has no processor for its media"):
+        MultiModalProcessor(str(tmp_path), config)
+    (tmp_path / "processor_config.json").write_text("{}")
     with pytest.raises(ModelError, match=f"no processor can be loaded from '{tmp_path}'"):
         MultiModalProcessor(str(tmp_path), config)
 

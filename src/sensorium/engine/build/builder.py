@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from sensorium.checkpoints.files import get_num_weight_bytes
 from sensorium.core.admission import Limits
 from sensorium.engine.build.config import (
     OVERLAP_DEVICES,
@@ -39,7 +40,7 @@ from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerSpec, group_layers
 from sensorium.models.adapter import ModelAdapter
-from sensorium.models.checkpoint import find_weights, get_num_weight_bytes
+from sensorium.models.checkpoint import find_weights
 from sensorium.models.families import ADAPTERS
 from sensorium.models.generation_config import get_generation_defaults, load_string_limit
 from sensorium.models.loading import (

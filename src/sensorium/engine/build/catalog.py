@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sensorium.checkpoints.files import get_num_weight_bytes
 from sensorium.engine.build.builder import build_engine
 from sensorium.engine.build.frontend import (
     Frontend,
@@ -16,7 +17,6 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
 from sensorium.engine.inputs.warmup import warm_up
-from sensorium.models.checkpoint import get_num_weight_bytes
 from sensorium.models.loading import find_unserved, get_model_class
 from sensorium.models.recogniser import is_recogniser
 from sensorium.types.families import FAMILIES

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from sensorium.checkpoints.first_look import check_context
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
@@ -97,11 +98,7 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
     max_model_len: int | None = options.max_model_len or context
     if max_model_len is None:
         raise ModelError("the model's config has no context length: set max_model_len")
-    if context is not None and max_model_len > context:
-        raise ModelError(
-            f"max_model_len={max_model_len} is more than the model's context of {context} tokens: "
-            "give a smaller value"
-        )
+    check_context(max_model_len, context)
     return max_model_len
 
 

@@ -26,6 +26,7 @@ from sensorium.types.options import (
     SERVE,
     SERVERS,
     TOWERS,
+    Kind,
     check_options,
     option,
 )
@@ -50,6 +51,7 @@ class LoadingOptions:
         "auto",
         section="loading",
         choices=("auto", "float32", "bfloat16", "float16"),
+        synonyms=(("half", "float16"), ("float", "float32")),  # as in vLLM
         help="The precision of the weights. With auto it is the checkpoint's on CUDA; on a CPU it "
         "is float32, unless the CPU has bfloat16 instructions and the checkpoint is in bfloat16.",
     )
@@ -83,13 +85,13 @@ class LoadingOptions:
         check_options(self)
 
 
-def _most(help_text: str, *, default_text: str) -> Any:
+def _most(help_text: str, *, default_text: str, kind: Kind = "integer") -> Any:
     """Return a field for an option of `sensorium serve` that is an upper limit, an integer >= 1.
 
     Its value is `None` unless the user sets it. `default_text` describes the default in words.
     """
     return serve_option(
-        None, kind="integer", least=1, metavar="N", default_text=default_text, help=help_text
+        None, kind=kind, least=1, metavar="N", default_text=default_text, help=help_text
     )
 
 
@@ -100,17 +102,20 @@ class EngineOptions:
     max_model_len: int | None = common_option(
         None,
         section="engine",
-        kind="integer",
+        kind="tokens",
         least=1,
         metavar="N",
         default_text="the model's context, cut to what the KV cache holds",
-        help="The context length in tokens.",
+        help="The context length in tokens. The command line also takes 4k (4000), 4K (4096) and "
+        "auto.",
     )
     max_num_seqs: int | None = _most(
         "The most requests in a step.", default_text="32 on a CPU, 256 on CUDA"
     )
     max_num_batched_tokens: int | None = _most(
-        "The most tokens in a step.", default_text="2048 on a CPU, 8192 on CUDA"
+        "The most tokens in a step. The command line also takes 8k (8000) and 8K (8192).",
+        default_text="2048 on a CPU, 8192 on CUDA",
+        kind="tokens",
     )
     kv_cache_memory_bytes: int | None = serve_option(
         None,
@@ -189,6 +194,7 @@ class EngineOptions:
     generation_config: str = server_option(
         "auto",
         choices=("auto", "none"),
+        synonyms=(("vllm", "none"),),  # as in vLLM
         help="Whether the checkpoint's generation_config.json decides what a request leaves open "
         "(auto). With none, only its end-of-sequence tokens count.",
     )

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
+from sensorium.checkpoints.files import read_json
 from sensorium.engine.build.frontend import Frontend
 from sensorium.engine.speech.chat_models import read_chat_model
 from sensorium.engine.speech.recognisers import read_recogniser
 from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, WithSoundProcessor
 from sensorium.engine.speech.streamed import StreamedModel
-from sensorium.models.checkpoint import read_json
 from sensorium.models.encoder_decoder import WINDOW_S
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline

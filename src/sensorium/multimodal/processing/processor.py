@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
+from sensorium.checkpoints.first_look import check_files
 from sensorium.models.loading import get_model_class
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.checks import Metadata, check_media
@@ -197,6 +198,7 @@ class MultiModalProcessor:
         is_multimodal = sounds is not None or any(i is not None for i in self._token_ids.values())
         kind: Any = AutoProcessor if is_multimodal else AutoTokenizer
         kind = RecogniserParts if sounds is RecogniserProcessor else kind
+        check_files(model, needs_processor=is_multimodal)
         try:
             loaded: Any = kind.from_pretrained(model, trust_remote_code=trust_remote_code)
         except Exception as error:  # Transformers raises errors of many kinds

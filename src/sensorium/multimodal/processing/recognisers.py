@@ -19,7 +19,7 @@ from transformers import AutoFeatureExtractor, AutoTokenizer, PretrainedConfig
 from transformers.audio_utils import hertz_to_mel, mel_to_hertz
 from transformers.utils.import_utils import is_librosa_available
 
-from sensorium.models.checkpoint import read_json
+from sensorium.checkpoints.files import read_json
 from sensorium.models.recogniser import CONTEXT, MASK, PIECE_S, count_frames
 from sensorium.multimodal.processing.sounds import NUM_SAMPLES, Samples, SoundProcessor
 from sensorium.types.errors import RequestError

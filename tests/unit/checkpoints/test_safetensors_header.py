@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sensorium.models.checkpoint import get_num_weight_bytes, read_tensors
+from sensorium.checkpoints.files import get_num_weight_bytes, read_tensors
 from sensorium.types.errors import ModelError
 
 

@@ -1,0 +1,5 @@
+"""Reads the files of a checkpoint with nothing but the standard library.
+
+So a command can say what is wrong with a model's files before it imports torch and Transformers,
+which takes seconds. Files are found and downloaded elsewhere (`models.checkpoint`).
+"""
