@@ -93,11 +93,9 @@ class Encoded:
 class EncoderStore(Protocol):
     """A place where encoder outputs are kept that the cache has no room for, by `mm_hash`."""
 
-    def load_encoded(self, mm_hash: str) -> torch.Tensor | None: ...
+    def load_encoded(self, mm_hash: str, num_embeds: int) -> torch.Tensor | None: ...
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None: ...
-
-    def remove_encoded(self, mm_hash: str) -> None: ...
 
 
 class EncoderRunner:
@@ -152,9 +150,7 @@ class EncoderRunner:
         num_embeds = job.feature.mm_position.get_num_embeds()
         embeds, store = job.item.get(ENCODED), self._get_store(job)
         if embeds is None and store is not None and time.monotonic() < deadline:
-            embeds = store.load_encoded(job.feature.mm_hash)
-            if embeds is not None and len(embeds) != num_embeds:
-                store.remove_encoded(job.feature.mm_hash)
+            embeds = store.load_encoded(job.feature.mm_hash, num_embeds)
         if embeds is None or len(embeds) != num_embeds:
             return False
         self._cache.add(job.key, self._adapter.to_model(embeds.clone()))

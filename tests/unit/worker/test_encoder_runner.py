@@ -100,16 +100,13 @@ class SlowStore:
         self.saved: list[str] = []
         monkeypatch.setattr(encoder_runner.time, "monotonic", lambda: self._now)
 
-    def load_encoded(self, mm_hash: str) -> torch.Tensor | None:
+    def load_encoded(self, mm_hash: str, num_embeds: int) -> torch.Tensor | None:
         self.asked.append(mm_hash)
         self._now += self._seconds
-        return torch.zeros(2, 2)
+        return torch.zeros(num_embeds, 2)
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:  # noqa: ARG002
         self.saved.append(mm_hash)
-
-    def remove_encoded(self, mm_hash: str) -> None:
-        raise AssertionError(mm_hash)
 
 
 @pytest.mark.parametrize(("seconds", "num_loaded"), [(0.0, 4), (0.1, 3), (1.0, 1)])

@@ -61,6 +61,7 @@ def build_tiers(
         stores,
         model="\n".join([identity.weights, identity.dtype, *identity.versions]),
         processing="\n".join([*identity.versions, *identity.processing]),
+        width=get_encoder_width(hf_config),
     )
 
 
@@ -114,6 +115,22 @@ def _get_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
+
+
+def get_encoder_width(hf_config: PretrainedConfig) -> int | None:
+    """Return how many numbers an embedding of a model's encoders has, or None if that is unknown.
+
+    Embeddings take the places of those of tokens. With DeepStack they have more for some layers.
+    """
+    text_config = hf_config.get_text_config(decoder=True)
+    widths = (getattr(text_config, name, None) for name in ("hidden_size", "d_model"))
+    width = next((each for each in widths if isinstance(each, int)), None)
+    deep = [
+        getattr(each, "deepstack_visual_indexes", None)
+        for each in (hf_config, getattr(hf_config, "vision_config", None))
+    ]
+    num_deep = max((len(each) for each in deep if each), default=0)
+    return None if width is None else width * (1 + num_deep)
 
 
 def takes_encoded(hf_config: PretrainedConfig) -> bool:
