@@ -36,12 +36,8 @@ def build_tiers(
     directory: Path,
     hf_config: PretrainedConfig,
     options: MediaOptions,
-    *,
-    patience_s: float = _PATIENCE_S,
 ) -> MediaTiers | None:
     """Open the stores that the options name, or return None if they name none.
-
-    `patience_s` is how long a caller waits for one answer of a store on another machine.
 
     Encoder outputs are shared by engines with the same weights in the same type, and the same
     versions of libraries. Processed items are shared by those that process and limit them alike.
@@ -53,7 +49,7 @@ def build_tiers(
         folder = Path(options.mm_disk_cache).expanduser()
         stores.append(DiskStore(folder, int(options.mm_disk_cache_gb * 2**30)))
     if options.mm_remote_cache is not None:
-        stores.append(_open_remote(options.mm_remote_cache, options, patience_s))
+        stores.append(_open_remote(options.mm_remote_cache, options))
     if not stores:
         return None
     identity = make_identity(loading, directory, hf_config, options)
@@ -78,7 +74,7 @@ def make_identity(
     )
 
 
-def _open_remote(url: str, options: MediaOptions, patience_s: float) -> Store:
+def _open_remote(url: str, options: MediaOptions) -> Store:
     try:
         from sensorium.multimodal.tiers.redis import RedisStore
     except ModuleNotFoundError as error:
@@ -87,7 +83,7 @@ def _open_remote(url: str, options: MediaOptions, patience_s: float) -> Store:
             "pip install 'sensorium[remote]'"
         ) from error
     address = parse_address(url)
-    return RedisStore(address, ttl_s=options.mm_remote_cache_ttl, patience_s=patience_s)
+    return RedisStore(address, ttl_s=options.mm_remote_cache_ttl, patience_s=_PATIENCE_S)
 
 
 def _list_limits(options: MediaOptions) -> list[str]:
