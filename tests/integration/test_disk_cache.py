@@ -282,6 +282,11 @@ def test_a_server_that_starts_again_decodes_and_encodes_nothing(
         assert metrics['sensorium:cache_bytes{level="disk"}'] == sum(
             path.stat().st_size for path in tmp_path.glob("*/*")
         )
+        for level in ("encoder", "prefix"):  # the frontend still has the pixels
+            server.post(f"/reset_{level}_cache").raise_for_status()
+        tokens, item = ask_for_trace(server)
+        assert tokens == expected
+        assert (item["processor"], item["encoder"]) == ("hit", "loaded"), "the core has looked"
         (tmp_path / "taken").write_bytes(b"9" * 400)
         assert ask_for_trace(server)[1]["processor"] == "hit"
         assert server.get_metrics()['sensorium:cache_bytes{level="disk"}'] == 0

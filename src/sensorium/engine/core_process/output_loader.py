@@ -129,7 +129,7 @@ class OutputLoader:
 
     @property
     def wait_s(self) -> float | None:
-        """How long it takes at most until there is an answer, or None if nobody waits for one."""
+        """How long it takes at most until there is an answer, or None if no request waits."""
         wait_s = self._get_wait_s()
         return None if wait_s is None else max(0.0, wait_s)
 

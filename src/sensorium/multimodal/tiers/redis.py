@@ -150,10 +150,12 @@ class RedisStore:
         looks.exists(key)  # for Redis, no string and an empty one have the same length
         num_bytes, head, is_there = looks.execute(raise_on_error=False)
         error = next((each for each in (num_bytes, head) if isinstance(each, Exception)), None)
-        if error is not None and not str(error).startswith("WRONGTYPE"):
-            raise error
-        if error is not None or not is_there:
+        if isinstance(error, redis.ResponseError) and str(error).startswith("WRONGTYPE"):
             return error
+        if error is not None:
+            raise error
+        if not is_there:
+            return None
         if num_bytes > max_bytes or not may_begin(head, num_bytes):
             return bytes(head)
         commands = self._reading.pipeline(transaction=False)
