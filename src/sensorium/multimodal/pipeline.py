@@ -47,7 +47,6 @@ from sensorium.utils.pausing import Pausing, run_through
 
 _MAX_RETRIES = 3  # an item may be evicted between its processing and its first use
 _Result = FinishedItem | None  # None: the item is in the cache already
-_CheckStored = Callable[[ItemJob, ProcessedItem], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,7 @@ class MediaPipeline:
     shared: ShmSender | None = None  # `cache`, if other processes put items into it
     layouts: SizeLayouts | None = None  # for requests that need no tensors
     tiers: MediaTiers | None = None  # where items are found that no cache has
-    check_stored: _CheckStored = lambda _job, _item: None  # raises for what makes no sense
+    check_stored: Callable[[ItemJob, ProcessedItem], None] = lambda *_: None  # raises for nonsense
     takes_encoded: bool = False  # the requests go to an engine that takes encoder outputs of a tier
     own_backend: ItemBackend | None = None  # the engine's own, if `backend` gives items away
     apart_timeout_s: float = 0.0  # how long an item may be away before `own_backend` gets it

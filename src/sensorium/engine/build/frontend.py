@@ -43,10 +43,10 @@ from sensorium.multimodal.processing.item_backend import (
     PoolSettings,
     encode_plain,
 )
+from sensorium.multimodal.processing.item_spec import StoredItems
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.stored_items import StoredItems
 from sensorium.multimodal.tiers.tiers import MediaTiers
 from sensorium.types.errors import ModelError
 from sensorium.types.families import FAMILIES

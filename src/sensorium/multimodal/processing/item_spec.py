@@ -17,11 +17,14 @@ from typing import Any
 import torch
 
 from sensorium.multimodal.processing.dummy_media import make_varied_media
+from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
+from sensorium.types.multimodal import ENCODED, MultiModalKwargsItem, ProcessedItem
+from sensorium.utils.lru import LruCache
 
 _Dimension = tuple[str, int]  # the name of a tensor, and the index of one of its dimensions
+_MAX_OPTION_SETS = 16  # of the processor, for which rules of stored items are remembered
 _MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
 
 
@@ -202,6 +205,42 @@ class ItemSpecs:
         if refusal is not None and not samples:
             raise refusal
         return samples
+
+
+class StoredItems:
+    """A check of items from a store, as items are checked that a client sends. It is thread-safe.
+
+    A checksum says that an entry is as it was written, and not that it makes sense: another
+    version, or somebody else with access to the store, may have written it. Sizes that don't fit
+    would fail the request, or let the model allocate any amount of memory for positions.
+
+    `lock` is held by everything that uses the model's processor.
+    """
+
+    def __init__(self, processor: MultiModalProcessor, lock: Lock) -> None:
+        self._processor = processor
+        self._lock = lock
+        self._specs: LruCache[str, ItemSpecs] = LruCache(_MAX_OPTION_SETS)  # by options
+
+    def check(self, job: ItemJob, item: ProcessedItem) -> None:
+        """Raise a `RequestError` if processing the job can't have made this item."""
+        layout, kwargs = item.layout, item.kwargs
+        if layout is None or item.modality != job.modality:
+            raise RequestError(f"it is no {job.modality} with a layout")
+        self._processor.check_layout(job.modality, layout)
+        key = repr(sorted(job.processor_kwargs.items()))
+        specs = self._specs.get(key)
+        if specs is None:
+            specs = ItemSpecs(self._processor, job.processor_kwargs, lock=self._lock)
+            self._specs.put(key, specs)
+        if ENCODED in kwargs:
+            beside = {name: tensor for name, tensor in kwargs.items() if name != ENCODED}
+            specs.check_encoded(job.modality, beside, layout.num_embeds)
+        else:
+            specs.check(job.modality, kwargs, layout.num_embeds)
+        for name, tensor in kwargs.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise RequestError(f"{name} holds values that are not finite numbers")
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
