@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sensorium import LLM, SamplingParams
 from sensorium.models.checkpoint import get_weights_identity
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.tiers.disk import DiskStore
+from sensorium.multimodal.tiers.tiers import MediaTiers, _encode, _name
 from sensorium.types.errors import ModelError, RequestError
 from tests.integration.perceiving import forget_outputs, make_new_png, make_prompt
 from tests.integration.rendering import render
@@ -22,6 +25,7 @@ from tests.support.clients import ask, chat, make_image_part
 from tests.support.engine import make_llm
 from tests.support.media import make_pixels, write_image
 from tests.support.server import ServerProcess, serve
+from tests.support.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 NAMED = ("--served-model-name", "tiny")
@@ -142,6 +146,82 @@ def test_damaged_files_are_processed_again(
         assert run(llm, prompt) == (expected, 0, 1), "what was damaged was written again"
 
 
+LARGE = 2**63 - 1
+ODD_LAYOUTS: dict[str, dict[str, Any]] = {
+    "no embeddings": {"num_embeds": 0},
+    "less than none": {"num_embeds": -5},
+    "one more": {"num_embeds": 26},
+    "very many": {"num_embeds": LARGE},
+    "another token": {"token_id": 3},
+    "no token": {"token_id": -LARGE},
+    "no text": {"text": ""},
+    "another text": {"text": "what?"},
+}
+ODD_GRIDS: dict[str, Any] = {
+    "nothing": [[1, 0, 0]],
+    "less than nothing": [[1, -10, -10]],
+    "more": [[1, 12, 10]],
+    "odd": [[1, 5, 20]],
+    "very large": [[1, 2**31, 2**31]],
+    "overflowing": [[LARGE, LARGE, LARGE]],
+    "another shape": [1, 10, 10],
+    "nothing at all": [],
+    "fractions": [[1.0, 10.0, 10.0]],
+}
+
+
+def rewrite_layout(
+    tiers: MediaTiers, mm_hash: str, layout: dict[str, Any], grid: object = None
+) -> None:
+    """Change what an entry says, so that its checksum holds."""
+    (head, tensors) = tiers._load(mm_hash, tiers._layout) or pytest.fail("no entry")
+    assert head.layout is not None
+    if grid is not None:
+        tensors = {**tensors, "image_grid_thw": torch.tensor(grid)}
+    content = _encode(
+        tensors,
+        modality=head.modality,
+        layout=replace(head.layout, **layout),
+        order=head.order,
+    )
+    name = _name(mm_hash, tiers._layout)
+    tiers._stores[0].remove(name)
+    assert tiers._stores[0].put(name, content)
+
+
+def test_entries_that_make_no_sense_are_processed_again(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Their checksums hold: another version has written them, or somebody who may write there."""
+    prompt = {
+        "prompt": "<|vision_start|><|image_pad|><|vision_end|>what?",
+        "multi_modal_data": {"image": [write_image(make_pixels(140, 140), "PNG")]},
+    }
+    options = {"mm_disk_cache": tmp_path, "mm_processor_cache_gb": 0}
+    with make_llm(tiny_model("qwen2_5_vl"), **options) as llm:
+        tiers = llm.perception.tiers
+        assert tiers is not None
+        expected, num_encoded, num_loaded = run(llm, prompt)
+        assert tiers.writer.wait(30)
+        (path,) = tmp_path.glob("*/*.layout*")
+        mm_hash = path.name.split(".")[0]
+        changes = [(layout, None) for layout in ODD_LAYOUTS.values()]
+        for layout, grid in [*changes, *(({}, grid) for grid in ODD_GRIDS.values())]:
+            for has_output in (True, False):
+                rewrite_layout(tiers, mm_hash, layout, grid)
+                if not has_output:
+                    tiers._stores[0].remove(_name(mm_hash, tiers._encoded))
+                forget_outputs(llm)
+                num_damaged = tiers.statistics()["disk"].num_damaged
+                assert run(llm, prompt)[0] == expected, (layout, grid)
+                assert tiers.statistics()["disk"].num_damaged > num_damaged, (layout, grid)
+                assert tiers.writer.wait(30)
+        forget_outputs(llm)
+        _, num_encoded, num_loaded = run(llm, prompt)
+        forget_outputs(llm)
+        assert run(llm, prompt) == (expected, num_encoded, num_loaded + 1), "it is there again"
+
+
 def test_a_render_of_tensors_never_sends_what_only_this_engine_understands(
     llava: str, tmp_path: Path
 ) -> None:
@@ -202,7 +282,19 @@ def test_a_server_that_starts_again_decodes_and_encodes_nothing(
         assert metrics['sensorium:cache_bytes{level="disk"}'] == sum(
             path.stat().st_size for path in tmp_path.glob("*/*")
         )
+        for level in ("encoder", "prefix"):  # the frontend still has the pixels
+            server.post(f"/reset_{level}_cache").raise_for_status()
+        tokens, item = ask_for_trace(server)
+        assert tokens == expected
+        assert (item["processor"], item["encoder"]) == ("hit", "loaded"), "the core has looked"
+        (tmp_path / "taken").write_bytes(b"9" * 400)
         assert ask_for_trace(server)[1]["processor"] == "hit"
+        assert server.get_metrics()['sensorium:cache_bytes{level="disk"}'] == 0
+        ask_for_trace(server, seed=2)
+        wait_until(
+            lambda: server.get_metrics()['sensorium:cache_bytes{level="disk"}'] > 0,
+            "the next entry makes the count anew",
+        )
 
 
 @pytest.mark.processes
@@ -216,7 +308,7 @@ def test_two_servers_share_one_directory_within_its_room(llava: str, tmp_path: P
             assert tokens == expected
         store = DiskStore(tmp_path, 2**30)
         with store._locked():
-            assert store._sum_up() <= 8 * entry
+            assert sum(num_bytes for _, num_bytes, _ in store._list_files()) <= 8 * entry
         for server in (first, second):
             faults = [
                 count

@@ -116,6 +116,17 @@ class SchedulerDriver:
         self.scored[request.request_id] = []
         return True
 
+    def add_held(self, request: EngineCoreRequest) -> bool:
+        """Add a request as the engine does while it looks for encoder outputs of its media."""
+        if not self.add(request):
+            return False
+        held = self.scheduler.requests[request.request_id]
+        missing = self.scheduler.get_missing_items(request.request_id)
+        assert list(missing) == sorted(set(missing))
+        assert not any(held.get_encoder_key(i) in self.encoder_cache for i in missing)
+        self.scheduler.hold(request.request_id)
+        return True
+
     def abort(self, request_id: str) -> None:
         output = self.scheduler.abort_request(request_id)
         assert (output is not None) == (request_id in self.open)
@@ -151,7 +162,9 @@ class SchedulerDriver:
         output = self.scheduler.schedule()
         assert all(r in self.scheduler.running for r in first), "the first one is preempted"
         if self.under_way is None or not self.open:
-            assert bool(self.open) != output.is_empty, "a step does something if there are requests"
+            has_work = self.open.keys() != self.scheduler.held.keys()
+            assert has_work != output.is_empty, "a step does something if there are requests"
+        assert not any(s.request_id in self.scheduler.held for s in output.scheduled)
         self._check_unread(output)
         self._check_budgets(output)
         self._check_seats()
@@ -244,6 +257,8 @@ class SchedulerDriver:
 
     def drain(self) -> None:
         """All requests end within a bounded number of steps, and then nothing is held."""
+        for request_id in list(self.scheduler.held):
+            self.scheduler.release(request_id)
         for _ in range(self.get_step_bound()):
             if not self.open:
                 break
@@ -283,6 +298,8 @@ class SchedulerDriver:
         assert statistics.num_used_embeds <= statistics.capacity
         assert set(self.encoder_cache.request_cached_ids) <= set(self.open)
         assert set(self.scheduler.requests) == set(self.open)
+        queues = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.held.values()]
+        assert sorted(r.request_id for r in queues) == sorted(self.open)
 
     def _check_seats(self) -> None:
         """No call keeps more than half of the seats from an urgent request whose call has less."""

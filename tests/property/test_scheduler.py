@@ -39,7 +39,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 groups=(None, None, "call", "other call"),
                 is_encoder_decoder=self.live.limits.is_encoder_decoder,
             )
-            self.live.add(data.draw(strategy))
+            is_held = data.draw(st.sampled_from((False, False, True)))
+            add = self.live.add_held if is_held else self.live.add
+            add(data.draw(strategy))
+
+    @precondition(lambda self: self.driver is not None and self.driver.scheduler.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.live.scheduler.release(data.draw(st.sampled_from(sorted(self.live.scheduler.held))))
 
     @rule(tokens=st.lists(st.sampled_from((1, 1, 1, 2, EOS)), min_size=1, max_size=8))
     def run_steps(self, tokens: list[int]) -> None:

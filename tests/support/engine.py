@@ -165,7 +165,7 @@ def assert_nothing_is_left(llm: LLM) -> None:
     runner: Any = llm.core.runner
     scheduler = llm.core.scheduler
     encoder_cache = scheduler.encoder_cache.statistics()
-    assert not llm.core.has_requests
+    assert not llm.core.is_busy
     assert not scheduler.running
     assert not scheduler.waiting
     assert [pool.num_used for pool in scheduler.kv_cache.statistics()] == [0] * len(
@@ -175,6 +175,8 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert encoder_cache.num_used_embeds == encoder_cache.num_evictable_embeds
     assert encoder_cache.num_entries == len(runner.encoder_cache)
     assert dict(llm.core.payloads) == {}
+    assert llm.core.payloads.num_output_bytes == 0
+    assert llm.core.loader is None or llm.core.loader.wait_s is None
     assert runner._states == {}
     assert runner._mrope == {}
     assert llm._driver.outputs._states == {}

@@ -41,9 +41,11 @@ _MEDIA_ROOT = hashlib.sha256(_VERSION + b"media").digest()
 class RequestStatus(Enum):
     """The state of a request, which goes from WAITING to RUNNING to FINISHED.
 
-    A preemption takes a request from RUNNING back to WAITING.
+    A preemption takes a request from RUNNING back to WAITING. A new one may be HELD before it is
+    WAITING, while the engine looks for encoder outputs of its media.
     """
 
+    HELD = auto()
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()

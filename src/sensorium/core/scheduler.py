@@ -6,10 +6,12 @@ Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
-  4. Requests are served in order, with two exceptions. Tokens are reserved for a media span that
-     did not fit into the last step. Requests of a client call beyond its share are passed over.
+  4. Requests are served in order, with three exceptions. Tokens are reserved for a media span that
+     did not fit into the last step. Requests of a client call beyond its share are passed over, and
+     so are those that are held.
   5. The first running request is never preempted: all behind it can be preempted for it.
-  6. A step is empty only if there are no requests, or if all of them wait for the step under way.
+  6. A step is empty only if there are no requests but held ones, or if all others wait for the step
+     under way.
   7. A step encodes at most one media item beyond the encoder budget. Later steps make up for it:
      they encode nothing, while there is something else to do.
   8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from sensorium.core.admission import Limits, check_growth, check_request, get_unsplittable_spans
@@ -67,6 +69,9 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
         self.waiting: list[Request] = []  # in the order of service
+        self.held: dict[
+            str, Request
+        ] = {}  # by id; they are LOADING, and have no seat and no blocks
         self.listeners = Listeners(kv_cache, max_num_open=max(1, limits.max_num_seqs - 1))
         self.counters = SchedulerCounters()
         self._policy = policy
@@ -133,10 +138,36 @@ class Scheduler:
         """End a request early and return its last output, or `None` if it has ended already."""
         return self._finish(self.requests[request_id]) if request_id in self.requests else None
 
+    def get_missing_items(self, request_id: str) -> Sequence[int]:
+        """Return the media items of a waiting request for which an encoder would have to run.
+
+        The encoder cache does not have them, nor does the KV cache have their keys and values.
+        """
+        request = self.requests[request_id]
+        if not request.mm_features or request.is_stream:
+            return ()
+        hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
+        return () if hit.has_media else self._planner.get_missing_items(request, hit.num_tokens)
+
+    def hold(self, request_id: str) -> None:
+        """Let a waiting request be passed over until `release`, or until it is aborted."""
+        request = self.requests[request_id]
+        self.waiting.remove(request)
+        request.status = RequestStatus.HELD
+        self.held[request_id] = request
+
+    def release(self, request_id: str) -> None:
+        """Let a request wait for its turn that was held. Its place is that of its arrival."""
+        request = self.held.pop(request_id)
+        request.status = RequestStatus.WAITING
+        self.listeners.hold_up_others = False  # it may be this one's turn
+        insort(self.waiting, request, key=_rank_of)
+
     @property
     def has_requests(self) -> bool:
-        """Whether a step has something to do: not all requests listen, or wait for those."""
-        return len(self.requests) > len(self.listeners) and not self.listeners.hold_up_others
+        """Whether a step has something to do: not all listen, are held, or wait for listeners."""
+        num_idle = len(self.listeners) + len(self.held)
+        return len(self.requests) > num_idle and not self.listeners.hold_up_others
 
     # ---- deciding a step
 
@@ -238,9 +269,7 @@ class Scheduler:
         num_releases = self.kv_cache.num_releases + self.encoder_cache.num_releases
         if self._blocked == (request.rank, num_releases):
             return False
-        # A prompt of an encoder-decoder model is short. Only what its media need is looked for.
-        max_tokens = 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
-        hit = self.kv_cache.find_prefix(request, max_tokens)
+        hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
         request.has_media = hit.has_media
         is_behind = step.is_encoder_closed
         plan = self._plan(request, hit.num_tokens, step)
@@ -253,6 +282,10 @@ class Scheduler:
         self._start(request, hit.num_tokens, step)
         self._commit(request, plan, block_ids, step)
         return True
+
+    def _get_max_cached_tokens(self, request: Request) -> int:
+        # A prompt of an encoder-decoder model is short. Only what its media need is looked for.
+        return 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
 
     def _start(self, request: Request, num_cached_tokens: int, step: Step) -> None:
         self.waiting.remove(request)
@@ -481,7 +514,8 @@ class Scheduler:
         return request.make_output(reason, self._clock(), error=error)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        if not self.listeners.forget(request.request_id):
+        was_held = self.held.pop(request.request_id, None) is not None
+        if not self.listeners.forget(request.request_id) and not was_held:
             is_running = request.status is RequestStatus.RUNNING
             (self.running if is_running else self.waiting).remove(request)
         self._release(request)

@@ -98,6 +98,8 @@ class LLM:
     def close(self) -> None:
         """End the processes and threads that process media. Nothing can be generated afterwards."""
         self._is_closed = True
+        if self.core.loader is not None:
+            self.core.loader.close()
         self.perception.close()
 
     def _check_open(self) -> None:
@@ -329,6 +331,7 @@ class LLM:
 
         Outputs of streamed requests are not among them.
         """
+        self.core.wait()
         progress = self._driver.process(self.core.step())
         self.core.abort_requests(progress.stopped_ids)
         finished = list(progress.finished)
@@ -414,7 +417,7 @@ class _Batch:
         num_tokens = 0
         while self._todo or self._preparing or self._index_of:
             self._start_some(bar)
-            for output in self._llm._step() if self._llm.core.has_requests else ():
+            for output in self._llm._step() if self._llm.core.is_busy else ():
                 self._outputs[self._index_of.pop(output.request_id)] = output
                 num_tokens += sum(len(entry.token_ids) for entry in output.outputs)
                 bar.update()
@@ -426,7 +429,7 @@ class _Batch:
             self._prepare_some()
             if not self._preparing:
                 return
-            if not self._preparing[0].future.done() and self._llm.core.has_requests:
+            if not self._preparing[0].future.done() and self._llm.core.is_busy:
                 return  # the engine steps while the next prompt is being prepared
             entry = self._preparing[0]
             if (error := self._start(entry)) is not None:

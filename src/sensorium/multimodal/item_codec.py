@@ -43,6 +43,7 @@ _DTYPES = {
 }
 _MAX_DIMENSIONS = 8
 _MAX_TENSORS = 64
+_MAX_SIZES = 2**48  # the product of an empty tensor's other sizes: PyTorch takes up to 2**63
 
 
 class _TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -267,7 +268,7 @@ def _copy_tensor(name: str, tensor: _WireTensor) -> torch.Tensor:
 def _decode_header(header: bytes) -> tuple[_TensorSpec, ...]:
     try:
         return _header_decoder.decode(header)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"the list of an item's tensors can't be decoded: {error}") from error
 
 
@@ -296,6 +297,8 @@ def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
     if spec.offset < 0 or spec.offset % ALIGNMENT or end > len(block):
         raise RequestError(f"tensor {spec.name!r} of shape {spec.shape} does not fit its data")
     if count == 0:
+        if prod(max(1, size) for size in spec.shape) > _MAX_SIZES:
+            raise RequestError(f"tensor {spec.name!r} has the impossible shape {spec.shape}")
         return torch.empty(spec.shape, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=count, offset=spec.offset).reshape(spec.shape)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from sensorium.multimodal.cache.interface import ItemHandle, ProcessorCache
 from sensorium.multimodal.cache.item_table import ItemTable
@@ -92,6 +93,7 @@ class MediaPipeline:
     shared: ShmSender | None = None  # `cache`, if other processes put items into it
     layouts: SizeLayouts | None = None  # for requests that need no tensors
     tiers: MediaTiers | None = None  # where items are found that no cache has
+    check_stored: Callable[[ItemJob, ProcessedItem], None] = lambda *_: None  # raises for nonsense
     takes_encoded: bool = False  # the requests go to an engine that takes encoder outputs of a tier
     own_backend: ItemBackend | None = None  # the engine's own, if `backend` gives items away
     apart_timeout_s: float = 0.0  # how long an item may be away before `own_backend` gets it
@@ -223,8 +225,9 @@ class MediaPipeline:
         if self.tiers is None:
             return None
         with times.measure("load"):
-            item = self.tiers.load_item(job.mm_hash, takes_encoded=self.takes_encoded)
-        if item is None or item.modality != job.modality:
+            check = partial(self.check_stored, job)
+            item = self.tiers.load_item(job.mm_hash, takes_encoded=self.takes_encoded, check=check)
+        if item is None:
             return None
         return FinishedFlight(FinishedItem(result=item, times={}, is_stored=True))
 

@@ -24,9 +24,6 @@ from sensorium.types.multimodal import (
 )
 
 logger = logging.getLogger(__name__)
-# How long a step may look for outputs in a store before it encodes the items that are left. The
-# look that is under way then is finished, within the limits of the store.
-_LOOK_S = 0.25
 Encode = Callable[[str, Sequence[MultiModalKwargsItem], Sequence[int]], list[torch.Tensor]]
 
 
@@ -93,11 +90,7 @@ class Encoded:
 class EncoderStore(Protocol):
     """A place where encoder outputs are kept that the cache has no room for, by `mm_hash`."""
 
-    def load_encoded(self, mm_hash: str) -> torch.Tensor | None: ...
-
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None: ...
-
-    def remove_encoded(self, mm_hash: str) -> None: ...
 
 
 class EncoderRunner:
@@ -105,8 +98,8 @@ class EncoderRunner:
 
     `encode` does what `ModelAdapter.encode` does, which is used without it. `get_batch_key` returns
     the same for media items that are encoded together. Without it, these have the same shape. Media
-    items that are in `store`, or that came with the output of an encoder, are not encoded. But if
-    the store is slow, a step encodes what it has not looked for yet, because all requests wait.
+    items that came with the output of an encoder are not encoded. What was encoded is also kept in
+    `store`, if there is one.
     """
 
     def __init__(
@@ -122,7 +115,7 @@ class EncoderRunner:
         self._get_batch_key = get_batch_key or _get_shapes
         self.store: EncoderStore | None = None  # set when the engine is built and tried
         self.num_encoded = 0  # items that an encoder of this process was run for
-        self.num_loaded = 0  # items that came with the output of an encoder, or from the store
+        self.num_loaded = 0  # items that came with the output of an encoder
 
     def run(self, jobs: Sequence[EncoderJob]) -> Encoded:
         """Encode media items, and store their embeddings in the cache.
@@ -134,7 +127,7 @@ class EncoderRunner:
         if not jobs:
             return Encoded()
         began = time.monotonic()
-        loaded = frozenset(job.key for job in jobs if self._load(job, began + _LOOK_S))
+        loaded = frozenset(job.key for job in jobs if self._load(job))
         failed = self._encode_all([job for job in jobs if job.key not in loaded])
         self.num_loaded += len(loaded)
         self.num_encoded += sum(
@@ -143,19 +136,13 @@ class EncoderRunner:
         )
         return Encoded(failed=failed, loaded=loaded, seconds=time.monotonic() - began)
 
-    def _load(self, job: EncoderJob, deadline: float) -> bool:
+    def _load(self, job: EncoderJob) -> bool:
         """Take the embeddings of a media item that was encoded before, and return whether it was.
 
-        Embeddings that don't fit are not taken, and the item is encoded. After the deadline, a
-        time of `time.monotonic()`, the store is not asked any more.
+        Embeddings that don't fit are not taken, and the item is encoded.
         """
-        num_embeds = job.feature.mm_position.get_num_embeds()
-        embeds, store = job.item.get(ENCODED), self._get_store(job)
-        if embeds is None and store is not None and time.monotonic() < deadline:
-            embeds = store.load_encoded(job.feature.mm_hash)
-            if embeds is not None and len(embeds) != num_embeds:
-                store.remove_encoded(job.feature.mm_hash)
-        if embeds is None or len(embeds) != num_embeds:
+        embeds = job.item.get(ENCODED)
+        if embeds is None or len(embeds) != job.feature.mm_position.get_num_embeds():
             return False
         self._cache.add(job.key, self._adapter.to_model(embeds.clone()))
         return True

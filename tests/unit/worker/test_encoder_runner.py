@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.worker import encoder_runner
+from sensorium.types.multimodal import ENCODED, MultiModalKwargsItem
 from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
 
 from .factories import make_feature
@@ -90,47 +89,25 @@ def test_what_is_encoded_already_is_copied_beside_what_is_not(
     assert cache["c"].tolist() == [[1.0, 1.0]] * 2
 
 
-class SlowStore:
-    """A store that has every output, and takes its time."""
+class Store:
+    """A store that keeps the names of what was saved, and is never asked."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        self._now = 100.0
-        self._seconds = seconds
-        self.asked: list[str] = []
+    def __init__(self) -> None:
         self.saved: list[str] = []
-        monkeypatch.setattr(encoder_runner.time, "monotonic", lambda: self._now)
-
-    def load_encoded(self, mm_hash: str) -> torch.Tensor | None:
-        self.asked.append(mm_hash)
-        self._now += self._seconds
-        return torch.zeros(2, 2)
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:  # noqa: ARG002
         self.saved.append(mm_hash)
 
-    def remove_encoded(self, mm_hash: str) -> None:
-        raise AssertionError(mm_hash)
 
-
-@pytest.mark.parametrize(("seconds", "num_loaded"), [(0.0, 4), (0.1, 3), (1.0, 1)])
-def test_a_step_does_not_wait_long_for_a_slow_store(
-    seconds: float,
-    num_loaded: int,
-    runner: EncoderRunner,
-    adapter: FakeAdapter,
-    cache: EncoderCache,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    jobs = [job(key, 7.0) for key in "abcd"]
-    jobs = [replace(each, feature=replace(each.feature, has_content_hash=True)) for each in jobs]
-    store = runner.store = SlowStore(monkeypatch, seconds)
-    encoded = runner.run(jobs)
-    assert encoded.loaded == set("abcd"[:num_loaded])
-    assert len(store.asked) == num_loaded
-    assert len(store.saved) == 4 - num_loaded
-    assert (runner.num_loaded, runner.num_encoded) == (num_loaded, 4 - num_loaded)
-    assert sum(len(values) for _, values in adapter.batches) == 4 - num_loaded
-    assert all(key in cache for key in "abcd")
+def test_only_what_was_encoded_here_under_its_own_name_is_kept(runner: EncoderRunner) -> None:
+    jobs = [job(key, 7.0) for key in "abc"]
+    own = [replace(each, feature=replace(each.feature, has_content_hash=True)) for each in jobs]
+    came = replace(own[1], item={**own[1].item, ENCODED: torch.zeros(2, 2)})
+    store = runner.store = Store()
+    encoded = runner.run([own[0], came, jobs[2]])
+    assert encoded.loaded == {"b"}
+    assert store.saved == ["a"]
+    assert (runner.num_loaded, runner.num_encoded) == (1, 2)
 
 
 def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache) -> None:

@@ -35,6 +35,7 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.engine.build.tiers import build_tiers, takes_encoded
 from sensorium.engine.build.trial import Trial
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
+from sensorium.engine.core_process.output_loader import OutputLoader
 from sensorium.engine.inputs.switched_off import log_restrictions
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
@@ -117,8 +118,9 @@ def use_tiers(built: Core, tiers: MediaTiers | None) -> None:
 
     A core that is still to be tried has no tiers, because it has to encode what it is tried with.
     """
-    if takes_encoded(built.adapter.config):
+    if tiers is not None and takes_encoded(built.adapter.config):
         built.core.runner.encoder_runner.store = tiers
+        built.core.loader = OutputLoader(tiers)
 
 
 def build_core(

@@ -110,6 +110,7 @@ def _make_service(
         capacity_bytes=media.capacity_bytes,
         max_items=options.max_items,
         tiers=perception.tiers,
+        check_stored=perception.readonly.check_stored,
     )
 
 

@@ -43,6 +43,7 @@ from sensorium.multimodal.processing.item_backend import (
     PoolSettings,
     encode_plain,
 )
+from sensorium.multimodal.processing.item_spec import StoredItems
 from sensorium.multimodal.processing.item_worker import ItemWorker
 from sensorium.multimodal.processing.layouts import SizeLayouts, has_sized_images
 from sensorium.multimodal.processing.processor import MultiModalProcessor
@@ -223,9 +224,9 @@ def build_frontend(
     make_backend = partial(_make_backend, worker, processor, pool, starts_early=starts_early)
     shared = caches.sender if isinstance(caches.sender, ShmSender) else None
     layouts = SizeLayouts(hasher=hasher, backend=make_backend(keep=False), limits=limits)
-    make_pipeline = partial(
-        MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits, tiers=tiers
-    )
+    check_stored = StoredItems(processor, worker.lock).check
+    make_pipeline = partial(MediaPipeline, hasher=hasher, loader=loader, uuids=uuids, limits=limits)
+    make_pipeline = partial(make_pipeline, tiers=tiers, check_stored=check_stored)
     take_embeds = _make_embeds_backend(options, processor, hf_config)
     backend = make_backend(keep=shared is not None)
     apart = _connect_encoder(loading, checkpoint, options, processor, backend, make_encoder)

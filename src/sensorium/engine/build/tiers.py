@@ -36,12 +36,8 @@ def build_tiers(
     directory: Path,
     hf_config: PretrainedConfig,
     options: MediaOptions,
-    *,
-    patience_s: float = _PATIENCE_S,
 ) -> MediaTiers | None:
     """Open the stores that the options name, or return None if they name none.
-
-    `patience_s` is how long a caller waits for one answer of a store on another machine.
 
     Encoder outputs are shared by engines with the same weights in the same type, and the same
     versions of libraries. Processed items are shared by those that process and limit them alike.
@@ -53,7 +49,7 @@ def build_tiers(
         folder = Path(options.mm_disk_cache).expanduser()
         stores.append(DiskStore(folder, int(options.mm_disk_cache_gb * 2**30)))
     if options.mm_remote_cache is not None:
-        stores.append(_open_remote(options.mm_remote_cache, options, patience_s))
+        stores.append(_open_remote(options.mm_remote_cache, options))
     if not stores:
         return None
     identity = make_identity(loading, directory, hf_config, options)
@@ -61,6 +57,7 @@ def build_tiers(
         stores,
         model="\n".join([identity.weights, identity.dtype, *identity.versions]),
         processing="\n".join([*identity.versions, *identity.processing]),
+        width=get_encoder_width(hf_config),
     )
 
 
@@ -77,7 +74,7 @@ def make_identity(
     )
 
 
-def _open_remote(url: str, options: MediaOptions, patience_s: float) -> Store:
+def _open_remote(url: str, options: MediaOptions) -> Store:
     try:
         from sensorium.multimodal.tiers.redis import RedisStore
     except ModuleNotFoundError as error:
@@ -86,7 +83,7 @@ def _open_remote(url: str, options: MediaOptions, patience_s: float) -> Store:
             "pip install 'sensorium[remote]'"
         ) from error
     address = parse_address(url)
-    return RedisStore(address, ttl_s=options.mm_remote_cache_ttl, patience_s=patience_s)
+    return RedisStore(address, ttl_s=options.mm_remote_cache_ttl, patience_s=_PATIENCE_S)
 
 
 def _list_limits(options: MediaOptions) -> list[str]:
@@ -114,6 +111,22 @@ def _get_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
+
+
+def get_encoder_width(hf_config: PretrainedConfig) -> int | None:
+    """Return how many numbers an embedding of a model's encoders has, or None if that is unknown.
+
+    Embeddings take the places of those of tokens. With DeepStack they have more for some layers.
+    """
+    text_config = hf_config.get_text_config(decoder=True)
+    widths = (getattr(text_config, name, None) for name in ("hidden_size", "d_model"))
+    width = next((each for each in widths if isinstance(each, int)), None)
+    deep = [
+        getattr(each, "deepstack_visual_indexes", None)
+        for each in (hf_config, getattr(hf_config, "vision_config", None))
+    ]
+    num_deep = max((len(each) for each in deep if each), default=0)
+    return None if width is None else width * (1 + num_deep)
 
 
 def takes_encoded(hf_config: PretrainedConfig) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from math import ceil
 from queue import SimpleQueue
 
 import zmq
@@ -94,17 +95,28 @@ class CoreLoop:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
+        loader = self._core.loader
+        if loader is not None:
+            loader.listen(lambda: os.eventfd_write(self._wake_fd, 1))
         try:
             while not self._is_stopped:
-                poller.poll(0 if self._core.has_requests else self._idle_ms)
+                poller.poll(0 if self._core.has_requests else self._get_pause_ms())
                 self._on_progress()
                 self._run_calls()
                 self._receive()
                 self._send_outputs(self._step())
         finally:
+            if loader is not None:
+                loader.listen(None)  # no thread of it may write to a descriptor that is closed
             self._socket.close()
             self._context.term()
             os.close(self._wake_fd)
+
+    def _get_pause_ms(self) -> int:
+        """Return for how long there is nothing to do, unless a message or an answer comes."""
+        loader = self._core.loader
+        wait_s = None if loader is None else loader.wait_s
+        return self._idle_ms if wait_s is None else min(self._idle_ms, ceil(1000 * wait_s))
 
     def _call(self, function: Callable[[], None]) -> None:
         """Queue a function to be called in the loop's thread, and wake the loop."""

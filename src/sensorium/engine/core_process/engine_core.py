@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 from sensorium.core.scheduler import Scheduler
 from sensorium.multimodal.cache.interface import ReceiverCache
 from sensorium.types.errors import InvariantError, RequestError
-from sensorium.types.multimodal import MissingItems, MultiModalKwargsItem, Transfer
+from sensorium.types.multimodal import (
+    ENCODED,
+    PRECOMPUTED,
+    MissingItems,
+    MultiModalKwargsItem,
+    Transfer,
+)
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 from sensorium.types.scheduling import SchedulerOutput
 from sensorium.worker.streaming_runner import StreamingRunner
@@ -24,10 +30,12 @@ from sensorium.worker.streaming_runner import StreamingRunner
 if TYPE_CHECKING:
     import torch
 
+    from sensorium.engine.core_process.output_loader import OutputLoader
     from sensorium.worker.model_runner import LaunchedStep, ModelRunner
 
 logger = logging.getLogger(__name__)
 _MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no request can ever run
+_MAX_OUTPUT_BYTES = 2**30  # of encoder outputs that were found; beyond it no more are looked for
 _FIRST_TOKEN_S = 0.0005  # how long a first token is awaited before the next step is launched
 
 
@@ -47,9 +55,13 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
         # mm_hash -> request id -> tensors
         self._items: dict[str, dict[str, MultiModalKwargsItem]] = {}
         self._hashes_of: dict[str, tuple[str, ...]] = {}  # request id -> mm_hashes
+        self._outputs: dict[str, torch.Tensor] = {}  # mm_hash -> its encoder output
+        self.num_output_bytes = 0
 
     def __getitem__(self, mm_hash: str) -> MultiModalKwargsItem:
-        return next(iter(self._items[mm_hash].values()))
+        item = next(iter(self._items[mm_hash].values()))
+        output = self._outputs.get(mm_hash)
+        return item if output is None else {**item, ENCODED: output}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
@@ -75,6 +87,17 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
         self._hashes_of[request.request_id] = hashes
         return None
 
+    def add_output(self, mm_hash: str, output: torch.Tensor) -> None:
+        """Keep the encoder output of an item beside its tensors, until it is used or released."""
+        if mm_hash in self._items and mm_hash not in self._outputs:
+            self._outputs[mm_hash] = output
+            self.num_output_bytes += output.nbytes
+
+    def drop_output(self, mm_hash: str) -> None:
+        """Drop the encoder output of an item, which the encoder cache has now, if there is one."""
+        if (output := self._outputs.pop(mm_hash, None)) is not None:
+            self.num_output_bytes -= output.nbytes
+
     def release(self, request_id: str) -> None:
         """Drop the tensors of a request's media items. An unknown request id is ignored."""
         hashes = self._hashes_of.pop(request_id, ())
@@ -82,6 +105,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
             del self._items[mm_hash][request_id]
             if not self._items[mm_hash]:
                 del self._items[mm_hash]
+                self.drop_output(mm_hash)
         self.receiver.release(hashes)
 
 
@@ -89,7 +113,8 @@ class EngineCore:
     """A scheduler and a worker that compute all requests together, one step after another.
 
     With `overlap`, a step is planned and launched before the results of the one before it are read.
-    So the device always has work. At most one step is under way between two calls.
+    So the device always has work. At most one step is under way between two calls. With a `loader`,
+    a new request is held while encoder outputs of its media are looked for in a store.
     """
 
     def __init__(
@@ -103,6 +128,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.payloads = payloads
+        self.loader: OutputLoader | None = None  # set when the engine is built and tried
         self._overlap = overlap
         self._under_way: tuple[SchedulerOutput, LaunchedStep] | None = None
         self._kept: list[EngineCoreOutput] = []  # outputs of a call that was interrupted
@@ -111,7 +137,19 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         """Whether `step` has something to do: there are requests, or a step is under way."""
-        return self.scheduler.has_requests or self._under_way is not None or bool(self._kept)
+        if self.scheduler.has_requests or self._under_way is not None or self._kept:
+            return True
+        return self.loader is not None and self.loader.has_answers
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is something to do, now or when the look-ups of requests are answered."""
+        return self.has_requests or bool(self.scheduler.held)
+
+    def wait(self) -> None:
+        """Wait until `step` has something to do, if all requests are held."""
+        if self.loader is not None and not self.has_requests:
+            self.loader.wait()
 
     def add_request(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
         """Accept a request together with its media, and return `None`.
@@ -133,7 +171,31 @@ class EngineCore:
         except BaseException:  # a refusal, a bug or an interruption: nothing is left behind
             self._forget(request.request_id)
             raise
+        if self.loader is not None and request.mm_features:
+            self._look_up(self.loader, request)
         return None
+
+    def _look_up(self, loader: OutputLoader, request: EngineCoreRequest) -> None:
+        """Begin to look for the encoder outputs that a new request needs, and hold it till then."""
+        if self.payloads.num_output_bytes > _MAX_OUTPUT_BYTES:
+            return
+        wanted = {}
+        for mm_index in self.scheduler.get_missing_items(request.request_id):
+            feature = request.mm_features[mm_index]
+            item = self.payloads[feature.mm_hash]
+            if feature.has_content_hash and PRECOMPUTED not in item and ENCODED not in item:
+                wanted[feature.mm_hash] = feature.mm_position.get_num_embeds()
+        if loader.begin(request.request_id, wanted):
+            self.scheduler.hold(request.request_id)
+
+    def _take_loaded(self) -> None:
+        """Let the requests wait for their turn whose look-ups are answered."""
+        if self.loader is None:
+            return
+        for request_id, found in self.loader.take_answered():
+            for mm_hash, output in found.items():
+                self.payloads.add_output(mm_hash, output)
+            self.scheduler.release(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
         """End requests that are no longer wanted, and return their last outputs.
@@ -174,6 +236,7 @@ class EngineCore:
             raise InvariantError(
                 f"none of {len(self.scheduler.requests)} requests ran in {_MAX_IDLE_STEPS} steps"
             )
+        self._take_loaded()
         if self._under_way is not None and self._is_held_up():
             self._kept += self._finish_last()
         plan = self.scheduler.schedule()
@@ -245,9 +308,19 @@ class EngineCore:
             return outputs
         if result.mode is not None:
             self.scheduler.counters.steps[result.mode] += 1
+        self._drop_used_outputs(plan)
         outputs = self.scheduler.update_from_output(plan, result)
         self._forget_finished(outputs)
         return outputs
+
+    def _drop_used_outputs(self, plan: SchedulerOutput) -> None:
+        if not self.payloads.num_output_bytes:
+            return
+        for entry in plan.scheduled:
+            request = self.scheduler.requests.get(entry.request_id)
+            if request is not None:
+                for encoder_input in entry.encoder_inputs:
+                    self.payloads.drop_output(request.mm_features[encoder_input.mm_index].mm_hash)
 
     def _fail(self, plan: SchedulerOutput, error: BaseException) -> list[EngineCoreOutput]:
         """End the requests of a step that failed, and return their last outputs.
@@ -268,5 +341,7 @@ class EngineCore:
                 self._forget(output.request_id)
 
     def _forget(self, request_id: str) -> None:
+        if self.loader is not None:
+            self.loader.forget(request_id)
         self.payloads.release(request_id)
         self.runner.forget_request(request_id)

@@ -8,7 +8,7 @@ number of bytes. Several threads may use it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -42,7 +42,8 @@ class EncodingService:
     """A service that decodes, processes and encodes media items, equal ones once.
 
     At most `max_items` are worked on at once, and more are refused with a `CapacityError`. The
-    results take `capacity_bytes` of memory at most. With `tiers` they are kept there too.
+    results take `capacity_bytes` of memory at most. With `tiers` they are kept there too, and
+    `check_stored` raises a `RequestError` for an item from there that makes no sense.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class EncodingService:
         capacity_bytes: int,
         max_items: int,
         tiers: MediaTiers | None = None,
+        check_stored: Callable[[ItemJob, ProcessedItem], None] = lambda _job, _item: None,
     ) -> None:
+        self._check_stored = check_stored
         self._backend = backend
         self._towers = towers
         self._limits = limits
@@ -126,8 +129,9 @@ class EncodingService:
         flight: Flight = Future()
         stored = None
         if self._tiers is not None:
-            stored = self._tiers.load_item(job.mm_hash, takes_encoded=True)
-        if stored is not None and stored.modality == job.modality:
+            check = partial(self._check_stored, job)
+            stored = self._tiers.load_item(job.mm_hash, takes_encoded=True, check=check)
+        if stored is not None:
             self._encode(flight, FinishedItem(result=stored, times={}, is_stored=True))
             return flight
         processed = self._backend.start(job, media)

@@ -8,18 +8,23 @@ tensors, the item could take any amount of memory, or read beyond a table.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from threading import Lock
 from typing import Any
 
 import torch
 
 from sensorium.multimodal.processing.dummy_media import make_varied_media
+from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.types.errors import RequestError
-from sensorium.types.multimodal import MultiModalKwargsItem, ProcessedItem
+from sensorium.types.multimodal import ENCODED, MultiModalKwargsItem, ProcessedItem
+from sensorium.utils.lru import LruCache
 
 _Dimension = tuple[str, int]  # the name of a tensor, and the index of one of its dimensions
+_MAX_OPTION_SETS = 16  # of the processor, for which rules of stored items are remembered
 _MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
 
 
@@ -81,21 +86,7 @@ class ItemSpec:
         if kwargs.keys() != self.tensors.keys():
             given, expected = (", ".join(sorted(map(str, k)))[:300] for k in (kwargs, self.tensors))
             raise RequestError(f"the tensors for {modality} must be {expected}, not {given}")
-        for name, rule in self.tensors.items():
-            rule.check(name, kwargs[name])
-        for (name, index), (other, other_index) in self.links:
-            if kwargs[name].shape[index] != kwargs[other].shape[other_index]:
-                raise RequestError(
-                    f"{name} of shape {tuple(kwargs[name].shape)} does not fit {other} of "
-                    f"shape {tuple(kwargs[other].shape)}"
-                )
-        for name, rows in self.grids:
-            if not _counts_rows(kwargs[name], kwargs[rows]):
-                raise RequestError(f"the sizes in {name} do not give the number of rows of {rows}")
-            if self.merge_size > 1 and bool((kwargs[name][..., 1:] % self.merge_size).any()):
-                raise RequestError(
-                    f"the heights and widths in {name} must be multiples of {self.merge_size}"
-                )
+        self._check_some(kwargs)
         for name, (embeds, numbers) in self.yields.items():
             if num_embeds is not None and kwargs[name].numel() * embeds != num_embeds * numbers:
                 raise RequestError(
@@ -103,18 +94,65 @@ class ItemSpec:
                     f"{kwargs[name].numel() * embeds // numbers} embeddings, not {num_embeds}"
                 )
 
+    def check_encoded(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int) -> None:
+        """Check the tensors that stand beside the encoder output of an item, some of all.
+
+        If they have the sizes of the others, these must be those of so many embeddings.
+        """
+        if unknown := kwargs.keys() - self.tensors.keys():
+            raise RequestError(f"{modality} has no tensor {min(unknown)[:200]!r}")
+        self._check_some(kwargs)
+        for name, rows in self.grids:
+            if name not in kwargs or rows in kwargs or rows not in self.yields:
+                continue
+            embeds, numbers = self.yields[rows]
+            in_row = [size for size in self.tensors[rows].sizes[1:] if size is not None]
+            if len(in_row) < len(self.tensors[rows].sizes) - 1:
+                continue  # the rows may have any size
+            num_rows = _count_rows(kwargs[name])
+            if num_rows is None or num_rows * prod(in_row) * embeds != num_embeds * numbers:
+                raise RequestError(f"the sizes in {name} do not give {num_embeds} embeddings")
+
+    def _check_some(self, kwargs: Mapping[str, Any]) -> None:
+        """Check these tensors by the rules that concern no others."""
+        for name, tensor in kwargs.items():
+            self.tensors[name].check(name, tensor)
+        for (name, index), (other, other_index) in self.links:
+            if not {name, other} <= kwargs.keys():
+                continue
+            if kwargs[name].shape[index] != kwargs[other].shape[other_index]:
+                raise RequestError(
+                    f"{name} of shape {tuple(kwargs[name].shape)} does not fit {other} of "
+                    f"shape {tuple(kwargs[other].shape)}"
+                )
+        for name, rows in self.grids:
+            if name not in kwargs:
+                continue
+            if rows in kwargs and not _counts_rows(kwargs[name], kwargs[rows]):
+                raise RequestError(f"the sizes in {name} do not give the number of rows of {rows}")
+            if self.merge_size > 1 and bool((kwargs[name][..., 1:] % self.merge_size).any()):
+                raise RequestError(
+                    f"the heights and widths in {name} must be multiples of {self.merge_size}"
+                )
+
 
 class ItemSpecs:
     """A thread-safe check of tensors that were processed elsewhere, for all modalities.
 
     The rules are learned by processing sample media with the model's processor and
-    `processor_kwargs`, when a modality is first checked.
+    `processor_kwargs`, when a modality is first checked. `lock` is held while that is done, if the
+    processor is used elsewhere too.
     """
 
     def __init__(
-        self, processor: MultiModalProcessor, processor_kwargs: Mapping[str, Any] | None = None
+        self,
+        processor: MultiModalProcessor,
+        processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        lock: Lock | None = None,
     ) -> None:
         self._processor = processor
+        self._processor_lock = nullcontext() if lock is None else lock
         self._processor_kwargs = dict(processor_kwargs or {})
         self._specs: dict[str, ItemSpec] = {}
         self._lock = Lock()
@@ -130,11 +168,18 @@ class ItemSpecs:
             raise RequestError(
                 f"tensors must be a map from names to tensors, not {type(kwargs).__name__}"
             )
-        if modality not in self._processor.modalities:
-            raise RequestError(f"this model takes no {modality}")
         self._get_spec(modality).check(modality, kwargs, num_embeds)
 
+    def check_encoded(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int) -> None:
+        """Raise `RequestError` if tensors can't stand beside the encoder output of an item.
+
+        They are some of those of a processed item, and the encoder made `num_embeds` of it.
+        """
+        self._get_spec(modality).check_encoded(modality, kwargs, num_embeds)
+
     def _get_spec(self, modality: str) -> ItemSpec:
+        if modality not in self._processor.modalities:
+            raise RequestError(f"this model takes no {modality}")
         with self._lock:
             if modality not in self._specs:
                 merge_size = int(self._processor.get_option_default("merge_size") or 1)
@@ -151,14 +196,51 @@ class ItemSpecs:
         refusal: RequestError | None = None
         for media in make_varied_media(modality, self._processor.sampling_rate or 0):
             try:
-                samples.append(
-                    self._processor.process_item(modality, media, self._processor_kwargs)
-                )
+                with self._processor_lock:
+                    samples.append(
+                        self._processor.process_item(modality, media, self._processor_kwargs)
+                    )
             except RequestError as error:
                 refusal = error
         if refusal is not None and not samples:
             raise refusal
         return samples
+
+
+class StoredItems:
+    """A check of items from a store, as items are checked that a client sends. It is thread-safe.
+
+    A checksum says that an entry is as it was written, and not that it makes sense: another
+    version, or somebody else with access to the store, may have written it. Sizes that don't fit
+    would fail the request, or let the model allocate any amount of memory for positions.
+
+    `lock` is held by everything that uses the model's processor.
+    """
+
+    def __init__(self, processor: MultiModalProcessor, lock: Lock) -> None:
+        self._processor = processor
+        self._lock = lock
+        self._specs: LruCache[str, ItemSpecs] = LruCache(_MAX_OPTION_SETS)  # by options
+
+    def check(self, job: ItemJob, item: ProcessedItem) -> None:
+        """Raise a `RequestError` if processing the job can't have made this item."""
+        layout, kwargs = item.layout, item.kwargs
+        if layout is None or item.modality != job.modality:
+            raise RequestError(f"it is no {job.modality} with a layout")
+        self._processor.check_layout(job.modality, layout)
+        key = repr(sorted(job.processor_kwargs.items()))
+        specs = self._specs.get(key)
+        if specs is None:
+            specs = ItemSpecs(self._processor, job.processor_kwargs, lock=self._lock)
+            self._specs.put(key, specs)
+        if ENCODED in kwargs:
+            beside = {name: tensor for name, tensor in kwargs.items() if name != ENCODED}
+            specs.check_encoded(job.modality, beside, layout.num_embeds)
+        else:
+            specs.check(job.modality, kwargs, layout.num_embeds)
+        for name, tensor in kwargs.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise RequestError(f"{name} holds values that are not finite numbers")
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
@@ -258,8 +340,13 @@ def _counts_rows(grid: torch.Tensor, tensor: torch.Tensor) -> bool:
 
     They are computed in floating point, because a product of large integers may overflow.
     """
+    return _count_rows(grid) == len(tensor)
+
+
+def _count_rows(grid: torch.Tensor) -> float | None:
+    """Return the sum of the products of the sizes in a grid, or None if a size is below 1."""
     sizes = grid.double()
-    return bool((sizes >= 1).all()) and float(sizes.prod(-1).sum()) == len(tensor)
+    return float(sizes.prod(-1).sum()) if bool((sizes >= 1).all()) else None
 
 
 def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:

@@ -243,7 +243,7 @@ class ItemWorker:
         self.limits = limits
         self._guard = None if own_options is None else CostGuard(processor, limits, own_options)
         self._hearing = Hearing(processor)
-        self._lock = Lock()
+        self.lock = Lock()
 
     def process(
         self, job: ItemJob, media: object, *, max_cost_s: float = math.inf
@@ -263,7 +263,7 @@ class ItemWorker:
                 media = self._decode(job, media, check, max_cost_s)
         elif check is not None:
             self._check_shape(check, _get_shape(job.modality, media))
-        with self._lock, times.measure("process"):
+        with self.lock, times.measure("process"):
             item = self._process(job, media, check)
         return item, times.get()
 
@@ -290,11 +290,11 @@ class ItemWorker:
         if video_processor is None:
             return None
         choose_frames = make_frame_chooser(video_processor, options)
-        return choose_frames if check is None else check.check_frames(choose_frames, self._lock)
+        return choose_frames if check is None else check.check_frames(choose_frames, self.lock)
 
     def _check_shape(self, check: CostCheck, shape: Shape | None) -> None:
         if shape is not None:
-            with self._lock:
+            with self.lock:
                 check.check_shape(shape)
 
     def _process(self, job: ItemJob, media: object, check: CostCheck | None) -> ProcessedItem:

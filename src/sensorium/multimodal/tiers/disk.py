@@ -27,12 +27,19 @@ from io import FileIO
 from pathlib import Path
 from uuid import uuid4
 
-from sensorium.multimodal.tiers.heads import HEAD_BYTES, make_head
+from sensorium.multimodal.tiers.heads import (
+    HEAD_BYTES,
+    MAX_ENTRY_BYTES,
+    make_head,
+    may_begin,
+)
 from sensorium.multimodal.tiers.interface import StoreStatistics
 from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 _TAKEN = "taken"  # the file with the number of bytes that are taken, and the writers' lock
+_COUNT_BYTES = 32  # of that file
+_COUNT = re.compile(rb"[0-9]{1,18} *")  # the whole of it: fewer bytes than any disk has
 _ENTRY = ".entry"  # the end of the names of all entries
 _UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")  # files that are being written
 _FOLDER = re.compile(r"[0-9a-f]{2}")
@@ -76,21 +83,19 @@ class DiskStore:
                 f"{error.strerror or error}"
             ) from error
 
-    def get(self, name: str) -> bytearray | None:
-        """Return the content of an entry, or None if it is absent or damaged.
+    def get(self, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytearray | None:
+        """Return the content of an entry, or None if it is absent, damaged or too large.
 
-        A damaged entry is removed.
+        A damaged entry is removed. Of one that is longer than it should be, only the head is read.
         """
         path = self._get_path(name)
         self._counts.num_queries += 1
         try:
-            content = _read(path, name, self._capacity_bytes)
+            content = _read(path, name, min(max_bytes, self._capacity_bytes))
         except FileNotFoundError:
             return None
         except _DamagedError:
-            self._counts.num_damaged += 1
-            logger.warning("the entry %s of the disk cache was damaged, and is removed", path)
-            self._remove(path)
+            self.remove(name, is_damaged=True)
             return None
         except OSError as error:
             self._counts.num_errors += 1
@@ -145,16 +150,26 @@ class DiskStore:
         self._counts.num_writes += 1
         return True
 
-    def remove(self, name: str) -> None:
-        self._remove(self._get_path(name))
+    def remove(self, name: str, *, is_damaged: bool = False) -> None:
+        path = self._get_path(name)
+        if is_damaged:
+            self._counts.num_damaged += 1
+            logger.warning("the entry %s of the disk cache was damaged, and is removed", path)
+        self._remove(path)
 
     def statistics(self) -> StoreStatistics:
-        """Return the counts of this process, and the bytes that all writers together have taken."""
-        try:
-            taken = int((self._directory / _TAKEN).read_bytes())
-        except (OSError, ValueError):
-            taken = 0
-        return replace(self._counts, num_bytes=taken)
+        """Return the counts of this process, and the bytes that all writers together have taken.
+
+        A damaged number counts as 0. The next writer makes it anew.
+        """
+        taken = None
+        with suppress(OSError):
+            file = os.open(self._directory / _TAKEN, _READ)
+            try:
+                taken = self._read_taken(file)
+            finally:
+                os.close(file)
+        return replace(self._counts, num_bytes=taken or 0)
 
     def close(self) -> None:
         """Do nothing: files need no connection."""
@@ -166,7 +181,7 @@ class DiskStore:
 
         Returns its descriptor, which holds a lock on it. Returns None if there is no room even so.
         """
-        if num_bytes > self._capacity_bytes:
+        if num_bytes > min(self._capacity_bytes, MAX_ENTRY_BYTES):
             return None
         with self._locked() as lock:
             taken = self._read_taken(lock)
@@ -204,9 +219,6 @@ class DiskStore:
             left -= num_bytes
         return left
 
-    def _sum_up(self) -> int:
-        return sum(num_bytes for _, num_bytes, _ in self._list_files())
-
     def _list_files(self) -> Iterator[_FoundFile]:
         """Yield the files of this store, finished or not, and no others."""
         for entry in os.scandir(self._directory):
@@ -225,8 +237,7 @@ class DiskStore:
         Raise a `TimeoutError` if others hold it for so long, which is `_LOCK_S` if it is not given.
         """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(self._directory / _TAKEN, flags, 0o600)
+        lock = _open_count(self._directory / _TAKEN)
         try:
             _lock(lock, _LOCK_S if seconds is None else seconds)
             try:
@@ -238,15 +249,16 @@ class DiskStore:
 
     @staticmethod
     def _read_taken(lock: int) -> int | None:
-        try:
-            taken = int(os.pread(lock, 32, 0))
-        except ValueError:  # new, or damaged
-            return None
-        return None if taken < 0 else taken
+        """Return the number of bytes that are taken, or None if the file is new or damaged."""
+        content = os.pread(lock, _COUNT_BYTES + 1, 0)
+        is_whole = len(content) <= _COUNT_BYTES and _COUNT.fullmatch(content)
+        return int(content) if is_whole else None
 
     @staticmethod
     def _write_taken(lock: int, num_bytes: int) -> None:
-        os.pwrite(lock, f"{max(0, num_bytes):<32}".encode(), 0)
+        os.pwrite(lock, f"{max(0, num_bytes):<{_COUNT_BYTES}}".encode(), 0)
+        if os.fstat(lock).st_size != _COUNT_BYTES:  # it was damaged
+            os.truncate(lock, _COUNT_BYTES)
 
     # ---- files
 
@@ -262,7 +274,9 @@ class DiskStore:
             num_bytes = path.lstat().st_size
             path.unlink()
             with self._locked(seconds=0.0) as lock:
-                self._write_taken(lock, (self._read_taken(lock) or 0) - num_bytes)
+                taken = self._read_taken(lock)
+                if taken is not None:  # else the next entry that is written makes it anew
+                    self._write_taken(lock, taken - num_bytes)
 
     def _note_error(self, error: OSError) -> None:
         self._counts.num_errors += 1
@@ -291,6 +305,27 @@ def _describe(entry: os.DirEntry[str]) -> Iterator[_FoundFile]:
         found = entry.stat(follow_symlinks=False)
         if stat.S_ISREG(found.st_mode):
             yield found.st_mtime, found.st_size, Path(entry.path)
+
+
+def _open_count(path: Path) -> int:
+    """Open the file with the number of bytes, and make it if something else is in its place."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    for _ in range(2):
+        try:
+            file = os.open(path, flags, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+        else:
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                return file
+            os.close(file)
+        # A link, a pipe, a socket or a folder, which nothing here has made.
+        if path.is_dir() and not path.is_symlink():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+    raise OSError(errno.EBUSY, "the file with its size can't be made")
 
 
 def _lock(file: int, seconds: float) -> None:
@@ -332,6 +367,8 @@ def _read(path: Path, name: str, max_bytes: int) -> bytearray:
         if not stat.S_ISREG(found.st_mode) or not HEAD_BYTES <= found.st_size <= max_bytes:
             raise _DamagedError
         head = os.read(file, HEAD_BYTES)
+        if not may_begin(head, found.st_size):
+            raise _DamagedError
         content = bytearray(found.st_size - HEAD_BYTES)
         if _read_into(file, content) != len(content) or head != make_head(name, [content]):
             raise _DamagedError

@@ -1,13 +1,19 @@
-"""The first bytes of an entry, by which every store recognises what was damaged or misplaced."""
+"""The first bytes of an entry, by which every store recognises what was damaged or misplaced.
+
+The head has the length of the entry. So a store reads no more than the head of something that is
+longer or shorter than what was written, whatever lies in the place of the entry.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 
-_MAGIC = b"sensorium entry1"
+_MAGIC = b"sensorium entry2"
+_LENGTH_BYTES = 8
 _CHECKSUM_BYTES = 32
-HEAD_BYTES = 64  # the magic, the checksum, zeros; what follows is aligned for tensors
+HEAD_BYTES = 64  # the magic, the length, the checksum, zeros; what follows is aligned for tensors
+MAX_ENTRY_BYTES = 2**29  # of an entry with its head: Redis takes no longer strings
 
 
 def make_head(name: str, parts: Sequence[bytes | bytearray | memoryview]) -> bytes:
@@ -15,4 +21,14 @@ def make_head(name: str, parts: Sequence[bytes | bytearray | memoryview]) -> byt
     digest = hashlib.blake2b(name.encode(), digest_size=_CHECKSUM_BYTES)
     for part in parts:
         digest.update(part)
-    return (_MAGIC + digest.digest()).ljust(HEAD_BYTES, b"\0")
+    length = sum(len(part) for part in parts).to_bytes(_LENGTH_BYTES, "little")
+    return (_MAGIC + length + digest.digest()).ljust(HEAD_BYTES, b"\0")
+
+
+def may_begin(head: bytes, num_bytes: int) -> bool:
+    """Return whether an entry of so many bytes, its head among them, may begin with this head.
+
+    Its checksum is not looked at.
+    """
+    length = (num_bytes - HEAD_BYTES).to_bytes(_LENGTH_BYTES, "little", signed=True)
+    return len(head) == HEAD_BYTES and head.startswith(_MAGIC + length)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sensorium.multimodal.cache.interface import CacheStatistics
+from sensorium.multimodal.tiers.heads import MAX_ENTRY_BYTES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +31,11 @@ class Store(Protocol):
         """The name of the store among the levels of caching, in metrics."""
         ...
 
-    def get(self, name: str) -> bytearray | None:
-        """Return the content of an entry, or None if there is none that is whole."""
+    def get(self, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytearray | None:
+        """Return the content of an entry, or None if there is none that is whole.
+
+        What has more than `max_bytes` is not read, and counts as damaged.
+        """
         ...
 
     def has(self, name: str) -> bool:
@@ -46,8 +50,8 @@ class Store(Protocol):
         """Mark an entry as used, if there is one."""
         ...
 
-    def remove(self, name: str) -> None:
-        """Remove an entry, if there is one."""
+    def remove(self, name: str, *, is_damaged: bool = False) -> None:
+        """Remove an entry, if there is one. One that makes no sense is counted as damaged."""
         ...
 
     def statistics(self) -> StoreStatistics: ...

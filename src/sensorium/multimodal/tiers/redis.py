@@ -27,13 +27,17 @@ from redis.retry import Retry
 
 from sensorium.multimodal.tiers.address import RemoteAddress
 from sensorium.multimodal.tiers.breaker import Breaker
-from sensorium.multimodal.tiers.heads import HEAD_BYTES, make_head
+from sensorium.multimodal.tiers.heads import (
+    HEAD_BYTES,
+    MAX_ENTRY_BYTES,
+    make_head,
+    may_begin,
+)
 from sensorium.multimodal.tiers.interface import StoreStatistics
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _PREFIX = "sensorium:"  # of all keys
-_MAX_BYTES = 2**29  # of an entry: Redis takes no longer strings
 _WRITE_S = 10.0  # how long the thread that writes waits for Redis to take an entry
 _READ_SIZE = 2**18  # bytes that are received at once
 
@@ -70,20 +74,19 @@ class RedisStore:
         if self._ask(self._reading.ping) is not None:
             logger.info("media is also kept in the remote cache at %s", address)
 
-    def get(self, name: str) -> bytearray | None:
+    def get(self, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytearray | None:
         """Return the content of an entry, or None if it is absent, damaged or can't be had now.
 
-        A damaged entry is removed. A whole one is marked as used.
+        A damaged entry is removed. Of one that is longer than it should be, only the head is
+        fetched. A whole one is marked as used.
         """
         self._count("num_queries")
-        value = self._ask(lambda: self._read(_PREFIX + name))
+        value = self._ask(lambda: self._read(_PREFIX + name, max_bytes))
         if value is None:
             return None
         content = None if isinstance(value, redis.ResponseError) else _unpack(name, value)
         if content is None:
-            self._count("num_damaged")
-            logger.warning("the entry %s of the remote cache was damaged, and is removed", name)
-            self.remove(name)
+            self.remove(name, is_damaged=True)
             return None
         self._count("num_hits")
         return content
@@ -107,7 +110,7 @@ class RedisStore:
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Write an entry, if Redis takes it and has none yet, and return whether it was written."""
-        if HEAD_BYTES + sum(len(part) for part in parts) > _MAX_BYTES:
+        if HEAD_BYTES + sum(len(part) for part in parts) > MAX_ENTRY_BYTES:
             self._count("num_oversize")
             return False
         if self.has(name):
@@ -117,7 +120,10 @@ class RedisStore:
         self._count("num_writes", is_new)
         return is_new
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, is_damaged: bool = False) -> None:
+        if is_damaged:
+            self._count("num_damaged")
+            logger.warning("the entry %s of the remote cache was damaged, and is removed", name)
         self._change(lambda: self._reading.unlink(_PREFIX + name))
 
     def statistics(self) -> StoreStatistics:
@@ -133,17 +139,34 @@ class RedisStore:
 
     # ---- calls
 
-    def _read(self, key: str) -> bytes | redis.ResponseError | None:
-        """Return a value, or the error of Redis if the key has something that is no string."""
+    def _read(self, key: str, max_bytes: int) -> bytes | redis.ResponseError | None:
+        """Return a value, or the error of Redis if the key has something that is no string.
+
+        Only the first bytes are returned of what can't be an entry by its length.
+        """
+        looks = self._reading.pipeline(transaction=False)
+        looks.strlen(key)
+        looks.getrange(key, 0, HEAD_BYTES - 1)
+        looks.exists(key)  # for Redis, no string and an empty one have the same length
+        num_bytes, head, is_there = looks.execute(raise_on_error=False)
+        error = next((each for each in (num_bytes, head) if isinstance(each, Exception)), None)
+        if isinstance(error, redis.ResponseError) and str(error).startswith("WRONGTYPE"):
+            return error
+        if error is not None:
+            raise error
+        if not is_there:
+            return None
+        if num_bytes > max_bytes or not may_begin(head, num_bytes):
+            return bytes(head)
         commands = self._reading.pipeline(transaction=False)
-        commands.get(key)
+        commands.getrange(key, 0, num_bytes - 1)
         if self._ttl_s:  # a Redis that can only be read refuses this, and serves all the same
             commands.expire(key, self._ttl_s)
-        value: bytes | redis.ResponseError | None
+        value: bytes | redis.ResponseError
         value, *_ = commands.execute(raise_on_error=False)
         if isinstance(value, Exception) and not str(value).startswith("WRONGTYPE"):
             raise value
-        return value
+        return value or None  # it may have gone meanwhile
 
     def _write(self, key: str, value: bytes) -> bool:
         return bool(self._writing.set(key, value, nx=True, ex=self._ttl_s or None))

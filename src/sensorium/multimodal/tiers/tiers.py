@@ -13,11 +13,13 @@ for, so that limits which are stricter after a restart hold for known items too.
 `encoded` depends on the weights and on their type.
 
 Stores are asked in their order, the fastest first. What a later one has is copied to those before.
+An entry that makes no sense is removed and counted as damaged, and its item is not there.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +36,7 @@ from sensorium.multimodal.item_codec import (
     decode_block,
     encode_header,
 )
+from sensorium.multimodal.tiers.heads import HEAD_BYTES, MAX_ENTRY_BYTES
 from sensorium.multimodal.tiers.interface import Store, StoreStatistics
 from sensorium.multimodal.tiers.writer import BackgroundWriter
 from sensorium.types.errors import RequestError
@@ -46,11 +49,13 @@ from sensorium.types.multimodal import (
 )
 from sensorium.utils.lru import LruCache
 
+logger = logging.getLogger(__name__)
 _SMALL_BYTES = 2**16  # a tensor of fractions up to this size stands beside the layout
 _TOUCH_S = 600.0  # an item that is used again and again is marked once in this time
 _MAX_TOUCHED = 2**16  # items of which the last mark is remembered
 _MARK_BYTES = 2**10  # memory that a mark counts as while it waits, so that a slow store has few
-_VERSION = 1  # of the content of entries
+_VERSION = 2  # of the content of entries
+_MAX_LAYOUT_BYTES = 2**26  # of an entry with a layout: a text, and numbers for each patch
 # Entries are kept for hashes of content, and for windows of a sound that has one.
 _HASH = re.compile(r"[0-9a-f]{64}(@[0-9]+)?")
 
@@ -72,12 +77,16 @@ class MediaTiers:
     """The stores behind the caches of one model, in their order.
 
     `model` tells its encoder's outputs apart from those of other weights, and `processing` tells
-    its items apart from those that were processed or checked otherwise. Several threads may use the
-    tiers. Writing happens in a thread of their own.
+    its items apart from those that were processed or checked otherwise. `width` is how
+    many numbers an embedding of its encoders has, or None if that is not known. Several threads may
+    use the tiers. Writing happens in a thread of their own.
     """
 
-    def __init__(self, stores: Sequence[Store], *, model: str, processing: str) -> None:
+    def __init__(
+        self, stores: Sequence[Store], *, model: str, processing: str, width: int | None = None
+    ) -> None:
         self._stores = tuple(stores)
+        self._width = width
         self._encoded = f"encoded-{_shorten(model)}"
         self._layout, self._tensors = (
             f"{part}-{_shorten(processing)}" for part in ("layout", "tensors")
@@ -85,19 +94,40 @@ class MediaTiers:
         self.writer = BackgroundWriter()
         self._touched: LruCache[str, float] = LruCache(_MAX_TOUCHED)  # hash -> when, monotonic
 
-    def load_item(self, mm_hash: str, *, takes_encoded: bool) -> ProcessedItem | None:
+    def load_item(
+        self,
+        mm_hash: str,
+        *,
+        takes_encoded: bool,
+        check: Callable[[ProcessedItem], None] = lambda _: None,
+    ) -> ProcessedItem | None:
         """Return a processed media item, or None if no store has all that it needs.
 
         With `takes_encoded` the item may have its encoder output instead of its large tensors.
+        `check` raises a `RequestError` for an item that makes no sense. Then it is removed.
         """
+        item = self._load_parts(mm_hash, takes_encoded=takes_encoded)
+        if item is None:
+            return None
+        try:
+            check(item)
+        except RequestError as error:
+            logger.warning("a media item from a store makes no sense: %s", error)
+            for store in self._stores:
+                for part in (self._layout, self._tensors):
+                    store.remove(_name(mm_hash, part), is_damaged=True)
+            return None
+        return item
+
+    def _load_parts(self, mm_hash: str, *, takes_encoded: bool) -> ProcessedItem | None:
         found = self._load(mm_hash, self._layout)
         if found is None or found[0].layout is None:
             return None
         head, small = found
-        encoded = self.load_encoded(mm_hash) if takes_encoded else None
-        if encoded is not None and len(encoded) != found[0].layout.num_embeds:
-            self.remove_encoded(mm_hash)
-        elif encoded is not None:
+        encoded = None
+        if takes_encoded:
+            encoded = self.load_encoded(mm_hash, found[0].layout.num_embeds)
+        if encoded is not None:
             return _make_item(mm_hash, head, {**small, ENCODED: encoded})
         tensors = dict(small)
         if not tensors.keys() >= set(head.order):
@@ -107,15 +137,31 @@ class MediaTiers:
             return None
         return _make_item(mm_hash, head, {name: tensors[name] for name in head.order})
 
-    def load_encoded(self, mm_hash: str) -> torch.Tensor | None:
-        """Return the encoder output [num_embeds, width] of a media item, if a store has it."""
-        found = self._load(mm_hash, self._encoded)
-        return None if found is None else found[1].get(ENCODED)
+    def load_encoded(self, mm_hash: str, num_embeds: int) -> torch.Tensor | None:
+        """Return the encoder output [num_embeds, width] of a media item, if a store has it.
 
-    def remove_encoded(self, mm_hash: str) -> None:
-        """Remove an encoder output that does not fit its item, so that it can be kept anew."""
+        One that the model's encoder can't have made is removed, so that it can be kept anew.
+        """
+        found = self._load(mm_hash, self._encoded)
+        if found is None:
+            return None
+        encoded = found[1].get(ENCODED)
+        if encoded is not None and self._is_output(encoded, num_embeds):
+            return encoded
         for store in self._stores:
-            store.remove(_name(mm_hash, self._encoded))
+            store.remove(_name(mm_hash, self._encoded), is_damaged=True)
+        return None
+
+    def _is_output(self, encoded: torch.Tensor, num_embeds: int) -> bool:
+        """Return whether a tensor may be an encoder output with so many embeddings.
+
+        One with a number that is not finite would reach other requests.
+        """
+        is_matrix = encoded.ndim == 2 and encoded.is_floating_point()
+        if not is_matrix or len(encoded) != num_embeds or not encoded.numel():
+            return False
+        has_width = self._width is None or encoded.shape[1] == self._width
+        return has_width and bool(torch.isfinite(encoded).all())
 
     def note_use(self, mm_hash: str) -> None:
         """Mark an item as used that was found in memory, so that it does not leave the stores.
@@ -168,6 +214,8 @@ class MediaTiers:
         if large:
             self._put(_name(mm_hash, self._tensors), _encode(large))
         layout_entry = _encode(small, modality=modality, layout=layout, order=tuple(tensors))
+        if sum(map(len, layout_entry)) > _MAX_LAYOUT_BYTES - HEAD_BYTES:
+            return  # it would not be read
         self._put(_name(mm_hash, self._layout), layout_entry)
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:
@@ -178,6 +226,7 @@ class MediaTiers:
         """
         if not _HASH.fullmatch(mm_hash):
             return
+        self._width = encoded.shape[-1]  # as this model's encoder has just made it
         is_ready = None
         if encoded.is_cuda:
             is_ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -210,13 +259,15 @@ class MediaTiers:
         if not _HASH.fullmatch(mm_hash):
             return None
         name = _name(mm_hash, part)
+        max_bytes = _MAX_LAYOUT_BYTES if part == self._layout else MAX_ENTRY_BYTES
         for index, store in enumerate(self._stores):
-            content = store.get(name)
+            content = store.get(name, max_bytes)
             if content is None:
                 continue
             entry = _decode(content)
             if entry is None:
-                store.remove(name)  # else it would be in the way of one that can be read
+                # Else it would be in the way of one that can be read.
+                store.remove(name, is_damaged=True)
                 continue
             for earlier in self._stores[:index]:
                 put = partial(earlier.put, name, [memoryview(content)])
@@ -273,7 +324,7 @@ def _decode(content: bytearray) -> tuple[_Head, dict[str, torch.Tensor]] | None:
     try:
         head = _decoder.decode(memoryview(content)[8 : 8 + size])
         return head, dict(decode_block(head.tensors, memoryview(content)[start:]))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RequestError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, RequestError):
         return None
 
 

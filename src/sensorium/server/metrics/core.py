@@ -32,12 +32,13 @@ class CoreMetrics:
         self._clock = clock
         self._synced = float("-inf")
         self._num_scheduled_tokens = 0
-        self._queue = (-1, -1)
+        self._queue = (-1, -1, -1)
         self._is_described = False
         self._step_tokens = metrics.histogram("vllm:iteration_tokens_total")
         self._running = metrics.gauge("vllm:num_requests_running")
         self._waiting = metrics.gauge("vllm:num_requests_waiting")
         self._capacity = metrics.gauge("vllm:num_requests_waiting_by_reason", "capacity")
+        self._deferred = metrics.gauge("vllm:num_requests_waiting_by_reason", "deferred")
         self._usage = metrics.gauge("vllm:kv_cache_usage_perc")
         self._totals = Totals(metrics)
 
@@ -53,12 +54,13 @@ class CoreMetrics:
         if total > self._num_scheduled_tokens:
             self._step_tokens.observe(total - self._num_scheduled_tokens)
             self._num_scheduled_tokens = total
-        queue = len(scheduler.running), len(scheduler.waiting)
+        queue = len(scheduler.running), len(scheduler.waiting), len(scheduler.held)
         if queue != self._queue:
             self._queue = queue
             self._running.set(queue[0])
-            self._waiting.set(queue[1])
+            self._waiting.set(queue[1] + queue[2])
             self._capacity.set(queue[1])
+            self._deferred.set(queue[2])
         if not scheduler.requests or self._clock() - self._synced >= _SYNC_S:
             self.sync(core)
 

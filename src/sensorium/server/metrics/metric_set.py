@@ -98,7 +98,7 @@ DEFINITIONS = (
     _gauge(
         "vllm:num_requests_waiting_by_reason",
         "Requests that wait to be scheduled, by what they wait for.",
-        reason=("capacity",),
+        reason=("capacity", "deferred"),
     ),
     _gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 1 = all; the fullest group."),
     _gauge(

@@ -32,9 +32,6 @@ from sensorium.types.families import FAMILIES
 from sensorium.types.restrictions import Restrictions
 from sensorium.utils.process import listen_for_long_work
 
-# How long a step waits for one answer of a cache on another machine, while all requests wait.
-_PATIENCE_S = 0.5
-
 
 def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | None]:
     """Load the model, and return the main loop of the core and its description for frontends.
@@ -49,13 +46,7 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | N
     loading = replace(options.loading, use_tqdm_on_load=options.log_format == "text")
     with blame_checkpoint(options.model):
         checkpoint = read_checkpoint(loading)
-        tiers = build_tiers(
-            loading,
-            checkpoint.directory,
-            checkpoint.hf_config,
-            options.media,
-            patience_s=_PATIENCE_S,
-        )
+        tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, options.media)
         store = None if start.shm_fd is None else ShmStore.attach(start.shm_fd)
         receiver = build_receiver(store)
         built = build_core(

@@ -157,14 +157,83 @@ def test_a_dead_writer_leaves_nothing_that_counts_for_ever(tmp_path: Path) -> No
     assert store.statistics().num_bytes == count_bytes(tmp_path)
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense", b"-5"])
-def test_a_damaged_count_is_made_anew(content: bytes, tmp_path: Path) -> None:
-    DiskStore(tmp_path, 10_000).put(name(1), [bytes(4000)])
-    (tmp_path / "taken").write_bytes(content)
+ODD_COUNTS = (
+    *(b"", b"nonsense", b"-5", b"NaN", b"1e999", b"7.5", b"\0" * 32, bytes(range(256)), b"1_0"),
+    *(b"9" * 32, b"9" * 400, b"9" * 5000, b"4000" + b" " * 28 + b"9" * 400),
+)
+
+
+@pytest.mark.parametrize("content", ODD_COUNTS, ids=lambda content: repr(content[:12]))
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_damaged_count_is_made_anew(content: bytes, is_running: bool, tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 10_000)
+    store.put(name(1), [bytes(4000)])
+    (tmp_path / "taken").write_bytes(content)
+    if not is_running:
+        store = DiskStore(tmp_path, 10_000)
+    assert 0 <= store.statistics().num_bytes <= 10_000
     for number in range(2, 8):
-        store.put(name(number), [bytes(3000)])
-        assert count_bytes(tmp_path) <= 10_000
+        assert store.put(name(number), [bytes(3000)])
+        assert count_bytes(tmp_path) == store.statistics().num_bytes <= 10_000
+    assert (tmp_path / "taken").stat().st_size == 32
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "dangling"])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_something_else_in_the_place_of_the_count_is_replaced(
+    kind: str, is_running: bool, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "cache", tmp_path / "other"
+    other.write_bytes(b"of somebody else")
+    store = DiskStore(folder, 10_000)
+    (folder / "taken").unlink()
+    if kind == "pipe":
+        os.mkfifo(folder / "taken")
+    elif kind == "folder":
+        (folder / "taken").mkdir()
+    else:
+        (folder / "taken").symlink_to(other if kind == "link" else tmp_path / "nothing")
+    if not is_running:
+        store = DiskStore(folder, 10_000)
+    assert store.statistics().num_bytes == 0
+    assert store.put(name(1), [bytes(4000)])
+    assert store.statistics().num_bytes == count_bytes(folder)
+    assert other.read_bytes() == b"of somebody else"
+
+
+def count_read_bytes() -> int:
+    """Return how many bytes this process has read from files so far."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)["rchar"])
+
+
+def test_what_is_larger_than_its_entry_is_not_read(tmp_path: Path) -> None:
+    """A sparse file takes no room on the disk, and minutes to read."""
+    store = DiskStore(tmp_path, 2**40)
+    for number, size in enumerate((2**24, 2**34)):
+        store.put(name(number), [b"some content"])
+        path = find_file(tmp_path, name(number))
+        os.truncate(path, size)
+        before = count_read_bytes()
+        assert store.get(name(number)) is None
+        assert count_read_bytes() - before < 2**20
+        assert not path.exists()
+    # A head that fits: the reader's own bound holds.
+    content = memoryview(bytes(2**22))
+    assert store.put(name(9), [content])
+    before = count_read_bytes()
+    assert store.get(name(9), 2**20) is None
+    assert count_read_bytes() - before < 2**20
+    assert store.statistics().num_damaged == 3
+
+
+def test_an_entry_that_would_not_be_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "MAX_ENTRY_BYTES", 1000)
+    store = DiskStore(tmp_path, 2**20)
+    assert not store.put(name(1), [bytes(937)])
+    assert store.put(name(1), [bytes(936)])
 
 
 def test_a_folder_in_the_place_of_an_entry_is_only_absent(tmp_path: Path) -> None:
@@ -292,7 +361,7 @@ def test_several_processes_keep_one_limit(tmp_path: Path) -> None:
         writer.stdin.flush()
     while any(writer.poll() is None for writer in writers):
         with store._locked():  # without it files come and go while they are counted
-            most = max(most, store._sum_up())
+            most = max(most, sum(num_bytes for _, num_bytes, _ in store._list_files()))
     assert [writer.wait() for writer in writers] == [0, 0, 0]
     # A file that is renamed while the directory is listed may be found under both names.
     assert 100_000 < most <= 200_000 + len(writers) * 4_200

@@ -151,6 +151,24 @@ def test_a_damaged_entry_is_absent_and_removed(
     assert store.get(name(1)) == b"some content"
 
 
+def test_what_is_larger_than_its_entry_is_not_fetched(
+    server: RedisServer, store: tested.RedisStore
+) -> None:
+    def count_sent_bytes() -> int:
+        return int(client.info("stats")["total_net_output_bytes"])
+
+    with server.make_client() as client:
+        store.put(name(1), [b"some content"])
+        client.setrange(f"sensorium:{name(1)}", 2**23, b"\0")
+        before = count_sent_bytes()
+        assert store.get(name(1)) is None
+        assert store.put(name(2), [bytes(2**22)])
+        assert store.get(name(2), 2**20) is None
+        assert count_sent_bytes() - before < 2**20
+    assert store.statistics().num_damaged == 2
+    assert server.get_keys() == []
+
+
 def test_an_entry_lives_until_it_was_not_used_for_its_time(server: RedisServer) -> None:
     with open_store(server.url, ttl_s=5000) as store, server.make_client() as client:
         for number, use in enumerate((store.get, store.touch)):
@@ -179,7 +197,7 @@ def test_without_a_time_to_live_an_entry_stays(server: RedisServer) -> None:
 def test_what_is_too_large_is_not_sent(
     store: tested.RedisStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tested, "_MAX_BYTES", 1000)
+    monkeypatch.setattr(tested, "MAX_ENTRY_BYTES", 1000)
     assert not store.put(name(1), [bytes(500), bytes(437)])
     assert store.statistics().num_oversize == 1
     assert not store.has(name(1))

@@ -13,7 +13,7 @@ import torch
 
 from sensorium.multimodal.cache.interface import ItemHandle
 from sensorium.multimodal.tiers.disk import DiskStore
-from sensorium.multimodal.tiers.tiers import MediaTiers
+from sensorium.multimodal.tiers.tiers import MediaTiers, _encode, _name
 from sensorium.multimodal.tiers.writer import BackgroundWriter
 from sensorium.types.multimodal import ENCODED, PRECOMPUTED, ItemLayout, MultiModalKwargsItem
 
@@ -73,7 +73,7 @@ def test_other_weights_have_other_encoder_outputs_and_the_same_items(tmp_path: P
     tiers.save_encoded(HASH, EMBEDS)
     tiers.close()
     other = make_tiers(tmp_path, "second")
-    assert other.load_encoded(HASH) is None
+    assert other.load_encoded(HASH, 2) is None
     item = other.load_item(HASH, takes_encoded=True)
     assert item is not None
     assert item.kwargs.keys() == TENSORS.keys()
@@ -86,7 +86,7 @@ def test_other_limits_find_no_item(tmp_path: Path) -> None:
     tiers.close()
     stricter = MediaTiers([DiskStore(tmp_path, 2**24)], model="model", processing="stricter limits")
     assert stricter.load_item(HASH, takes_encoded=True) is None
-    assert stricter.load_encoded(HASH) is not None, "for an item that was processed and checked"
+    assert stricter.load_encoded(HASH, 2) is not None, "for an item that was processed and checked"
 
 
 @pytest.mark.parametrize("lost", ["layout", "tensors", "encoded"])
@@ -123,7 +123,7 @@ def test_names_that_are_no_hashes_are_not_kept(mm_hash: str, tmp_path: Path) -> 
     tiers.close()
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["taken"]
     assert tiers.load_item(mm_hash, takes_encoded=True) is None
-    assert tiers.load_encoded(mm_hash) is None
+    assert tiers.load_encoded(mm_hash, 2) is None
 
 
 def test_a_window_of_a_sound_has_its_own_encoder_output(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_a_window_of_a_sound_has_its_own_encoder_output(tmp_path: Path) -> None:
     tiers.save_encoded(f"{HASH}@3000", EMBEDS)
     tiers.close()
     later = make_tiers(tmp_path)
-    assert later.load_encoded(HASH) is None
-    assert later.load_encoded(f"{HASH}@300") is None
-    found = later.load_encoded(f"{HASH}@3000")
+    assert later.load_encoded(HASH, 2) is None
+    assert later.load_encoded(f"{HASH}@300", 2) is None
+    found = later.load_encoded(f"{HASH}@3000", 2)
     assert found is not None
     assert torch.equal(found, EMBEDS)
 
@@ -182,14 +182,56 @@ ODD_HEADS = (
 @pytest.mark.parametrize("head", ODD_HEADS)
 def test_an_entry_that_cannot_be_decoded_is_removed(head: bytes, tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
-    store, name = tiers._stores[0], f"{HASH}.{tiers._encoded}-v1"
+    store, name = tiers._stores[0], f"{HASH}.{tiers._encoded}-v2"
     store.put(name, [len(head).to_bytes(8, "little"), head, bytes(64)])
-    assert tiers.load_encoded(HASH) is None
+    assert tiers.load_encoded(HASH, 2) is None
     tiers.save_encoded(HASH, EMBEDS)
     tiers.close()
-    again = make_tiers(tmp_path).load_encoded(HASH)
+    again = make_tiers(tmp_path).load_encoded(HASH, 2)
     assert again is not None
     assert torch.equal(again, EMBEDS)
+
+
+ODD_OUTPUTS = (
+    torch.randn(2, 9),  # another width
+    torch.randn(2),
+    torch.tensor(1.0),
+    torch.randn(2, 8, 1),
+    torch.ones(2, 8, dtype=torch.int64),
+    torch.full((2, 8), torch.nan),
+    torch.full((2, 8), torch.inf),
+    torch.randn(3, 8),
+)
+
+
+@pytest.mark.parametrize("encoded", ODD_OUTPUTS)
+def test_a_whole_entry_that_no_encoder_has_made_is_removed(
+    encoded: torch.Tensor, tmp_path: Path
+) -> None:
+    def make() -> MediaTiers:
+        store = DiskStore(tmp_path, 2**24)
+        return MediaTiers([store], model="model", processing="limits", width=8)
+
+    tiers = make()
+    tiers._put(_name(HASH, tiers._encoded), _encode({ENCODED: encoded}))
+    assert tiers.load_encoded(HASH, 2) is None
+    assert tiers.statistics()["disk"].num_damaged == 1
+    tiers.save_encoded(HASH, EMBEDS)
+    tiers.close()
+    again = make().load_encoded(HASH, 2)
+    assert again is not None
+    assert torch.equal(again, EMBEDS)
+
+
+@pytest.mark.parametrize("sizes", [(0, 2**62, 2**62), (0, 2**64 - 1), (2**62, 2**62), (-1, -1)])
+def test_tensors_of_impossible_sizes_are_no_entry(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    tiers = make_tiers(tmp_path)
+    specs = msgspec.msgpack.encode([(ENCODED, "float32", sizes, 0)])
+    head = msgspec.msgpack.encode({"tensors": specs})
+    store, name = tiers._stores[0], f"{HASH}.{tiers._encoded}-v2"
+    store.put(name, [len(head).to_bytes(8, "little"), head, bytes(64)])
+    assert tiers.load_encoded(HASH, 2) is None
+    assert not store.has(name)
 
 
 def test_whole_numbers_stay_with_the_encoder_output_however_many(tmp_path: Path) -> None:
