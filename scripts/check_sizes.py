@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_FAMILY_LINES = 150  # of a class in a module `families.py`
 MAX_DOCUMENT_LINES = {"README.md": 160, "ARCHITECTURE.md": 200}

@@ -29,9 +29,9 @@ def tree(tmp_path: Path) -> Path:
     """A repository in which everything is just small enough."""
     (tmp_path / "README.md").write_text("line\n" * 120)
     (tmp_path / "ARCHITECTURE.md").write_text("line\n" * 200)
-    write(tmp_path / "src/package/module.py", num_lines=500, longest_function=60)
+    write(tmp_path / "src/package/module.py", num_lines=600, longest_function=60)
     write_family(tmp_path / "src/package/families.py", num_lines=150)
-    write(tmp_path / "benchmarks/bench.py", num_lines=500)
+    write(tmp_path / "benchmarks/bench.py", num_lines=600)
     return tmp_path
 
 
@@ -62,7 +62,7 @@ def test_what_is_just_small_enough_is_no_problem(check_sizes: ModuleType, tree: 
 @pytest.mark.parametrize(
     ("name", "num_lines", "longest_function", "problem"),
     [
-        ("src/package/module.py", 501, 2, "src/package/module.py: 501 lines, 500 at most"),
+        ("src/package/module.py", 601, 2, "src/package/module.py: 601 lines, 600 at most"),
         ("src/package/module.py", 90, 61, "src/package/module.py:work: 61 lines, 60 at most"),
         ("benchmarks/bench.py", 90, 61, "benchmarks/bench.py:work: 61 lines, 60 at most"),
         ("README.md", 161, 2, "README.md: 161 lines, 160 at most"),
