@@ -34,6 +34,11 @@ POOL = ("--mm-processor-pool-size", "1")
 # Where the embedded model is unpacked, once for all tests of a checkout.
 EMBEDDED_CACHE = str(ROOT / "build" / "embedded")
 COMMAND = "from sensorium.cli import main; main()"
+# A process ignores Ctrl-C if its parent does, as a shell's jobs in the background do. This one hears
+# it, whatever the tests were started by.
+INTERRUPTIBLE_COMMAND = (
+    f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {COMMAND}"
+)
 _READY = re.compile(r"Sensorium(?:'s encoder)? is ready: (http://[\w.:\[\]]+|unix:\S+)")
 
 
