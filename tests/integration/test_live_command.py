@@ -13,13 +13,13 @@ import pytest
 
 from sensorium.embedded import EMBEDDED_MODEL
 from tests.integration.speaking import WORDS, speak
-from tests.support.server import COMMAND, ROOT, ServerProcess, serve
+from tests.support.server import COMMAND, INTERRUPTIBLE_COMMAND, ROOT, ServerProcess, serve
 from tests.support.talking import to_pcm16
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-live")
 KEY = "a-secret"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0  # long, because the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def server() -> Iterator[ServerProcess]:
 
 def start(*arguments: str, key: str = KEY) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "transcribe", "--live", *arguments],
+        [sys.executable, "-c", INTERRUPTIBLE_COMMAND, "transcribe", "--live", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

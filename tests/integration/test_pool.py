@@ -106,6 +106,7 @@ def servants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     """One worker for all tests that do it no harm; it is never replaced."""
     settings = str(tmp_path_factory.mktemp("notes")).encode()
     pool = ProcessPool(1, handler=f"{HANDLERS}:make_servant", settings=settings)
+    assert pool.wait_until_ready(SOON_S)  # otherwise the worker starts with the first job
     yield pool
     assert pool.statistics().num_restarts == 0
     pool.close()
