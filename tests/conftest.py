@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import leftovers
 from tests.parity.table import ParityTable, mark_item
 from tests.support import overlap
 
@@ -60,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leftovers)
     if not config.getoption("--no-overlap"):
         overlap.turn_on()
     if hasattr(config, "workerinput"):  # one of several processes, which share the cores
