@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,7 +163,8 @@ def test_a_session_survives_the_core() -> None:
 
 
 def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
-    with serve(EMBEDDED_MODEL) as running, begin(running) as talker:
+    waits = ("--shutdown-timeout", "3600")  # for sessions: there is none left to wait for
+    with serve(EMBEDDED_MODEL, *waits) as running, begin(running) as talker:
         talker.say(speak("speech")[: -RATE // 2])  # the end of the turn is not found yet
         talker.receive_until("input_audio_buffer.speech_started")
         assert isinstance(running.process.pid, int)
@@ -177,9 +177,7 @@ def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
             talker.receive()
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1012
-        began = time.monotonic()
         assert running.wait() == 0
-        assert time.monotonic() - began < 20
 
 
 def test_whisper_hears_turns_too(tiny_model: Callable[[str], str], tmp_path: Path) -> None:

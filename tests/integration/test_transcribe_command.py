@@ -383,7 +383,7 @@ def test_ctrl_c_ends_a_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
                 lambda: not select.select([keeper], [], [], 0)[0], "it has read all there is"
             )
             process.send_signal(signal.SIGINT)
-            assert process.wait(120.0) == 130
+            assert process.wait(240.0) == 130
         finally:
             process.kill()
             os.close(keeper)
