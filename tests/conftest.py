@@ -68,7 +68,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
     else:
-        config.pluginmanager.register(ParityTable(ROOT / "build" / "parity.json"))
+        config.pluginmanager.register(ParityTable(ROOT / "build"))
 
 
 @pytest.hookimpl(tryfirst=True)
