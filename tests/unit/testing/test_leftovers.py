@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[3]
 TESTS = """
@@ -21,6 +24,7 @@ def test_that_collects_garbage():
 """
 
 
+@pytest.mark.processes
 def test_a_test_that_collects_garbage_does_not_meet_files_of_one_that_failed(
     tmp_path: Path,
 ) -> None:
@@ -32,6 +36,7 @@ def test_a_test_that_collects_garbage_does_not_meet_files_of_one_that_failed(
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         check=False,
     )
     assert "1 failed, 1 passed" in found.stdout, found.stdout
