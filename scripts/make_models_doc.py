@@ -1,16 +1,18 @@
-"""Writes docs/models.md from the catalog of families and from what the last full test run compared.
+"""Writes docs/models.md from the catalog of families and from the parity tests that there are.
 
     python scripts/make_models_doc.py [--check]
 
-`--check` writes nothing and fails if the page says something else.
+`--check` writes nothing, and fails if the page names another family or check than the last full run
+of the tests has passed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sensorium.cli.models import HEADER, OTHERS, get_rows
@@ -18,13 +20,14 @@ from sensorium.types.families import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "models.md"
-TABLE = ROOT / "build" / "parity.json"
+COLLECTED = ROOT / "build" / "parity-collected.json"
+PASSED = ROOT / "build" / "parity.json"
 _HEAD = """\
 # Models
 
-Made by `scripts/make_models_doc.py` from the code and from a run of the tests; `make test` checks
-it. `sensorium models` prints the first table, `sensorium models MODEL` says what one model takes
-and needs, or why it can't be run.
+Made by `scripts/make_models_doc.py` from the code and the tests; `make test` checks that what it
+says has passed. `sensorium models` prints the first table, `sensorium models MODEL` says what one
+model takes and needs, or why it can't be run.
 
 ## Families
 """
@@ -84,8 +87,8 @@ cache has. Asking for more is refused.
 
 ## Parity
 
-What the tests compare with Transformers, on tiny random models in float32: the number of tests that
-passed in a run of `make test`. Every family has its processor outputs, prompts, decoder inputs and
+What `make test` compares with Transformers, on tiny random models in float32. A ✓ stands where all
+tests of a kind pass. Every family has its processor outputs, prompts, decoder inputs and
 logits compared stage by stage, then greedy tokens: alone, staggered with budgets of 7, 24 and 4096
 tokens, with cached prefixes and encoder outputs, with a full encoder cache and preempted; and once
 more with steps that are replayed from fixed memory, as CUDA graphs are. They are also sampled under
@@ -102,10 +105,10 @@ def format_markdown(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def make_page(passed: dict[str, dict[str, int]]) -> str:
+def make_page(passed: Mapping[str, Mapping[str, int]]) -> str:
     checks = sorted({check for row in passed.values() for check in row})
     rows = [
-        [family, *(str(row.get(check, "")) for check in checks)]
+        [family, *("✓" * (check in row) for check in checks)]
         for family, row in sorted(passed.items())
     ]
     families = format_markdown(get_rows(), HEADER)
@@ -117,16 +120,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write docs/models.md.")
     parser.add_argument("--check", action="store_true", help="only compare")
     arguments = parser.parse_args()
-    if not TABLE.exists():
+    if not arguments.check:
+        PAGE.write_text(make_page(_collect()))
+        return
+    if not PASSED.exists():
         sys.exit("there is no table of passed tests: run `make test` first")
-    passed = json.loads(TABLE.read_text())
+    passed = json.loads(PASSED.read_text())
     if len(passed) < len(FAMILIES):
         sys.exit("the last run was of some families only: run `make test` first")
-    page = make_page(passed)
-    if not arguments.check:
-        PAGE.write_text(page)
-    elif not PAGE.exists() or PAGE.read_text() != page:
+    if not PAGE.exists() or PAGE.read_text() != make_page(passed):
         sys.exit("docs/models.md is out of date: run `python scripts/make_models_doc.py`")
+
+
+def _collect() -> dict[str, dict[str, int]]:
+    """Return how many tests of each check each family has in `make test`: family -> check."""
+    COLLECTED.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/parity"]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    table: dict[str, dict[str, int]] = json.loads(COLLECTED.read_text())
+    return table
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import leftovers
 from tests.parity.table import ParityTable, mark_item
 from tests.support import overlap
 
@@ -60,13 +61,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(leftovers)
     if not config.getoption("--no-overlap"):
         overlap.turn_on()
     if hasattr(config, "workerinput"):  # one of several processes, which share the cores
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
     else:
-        config.pluginmanager.register(ParityTable(ROOT / "build" / "parity.json"))
+        config.pluginmanager.register(ParityTable(ROOT / "build"))
 
 
 @pytest.hookimpl(tryfirst=True)

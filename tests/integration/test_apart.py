@@ -169,7 +169,7 @@ def test_nothing_is_left_open(llava: str, encoder: EncoderHere) -> None:
             run(llm, make_prompt(*(make_new_image() for _ in range(3))))
         del llm
         wait_until(lambda: not encoder.listener._open)
-    wait_until(lambda: list_open() == before, timeout_s=30)
+    wait_until(lambda: list_open() == before)
     assert not [t.name for t in threading.enumerate() if t.name.startswith("encoder")]
 
 

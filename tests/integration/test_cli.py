@@ -263,7 +263,7 @@ def test_a_reader_who_leaves_is_no_error(words: list[str]) -> None:
     os.close(ours)  # gone before the first word
     with os.fdopen(theirs, "wb") as pipe:
         ended = subprocess.run(
-            command, stdout=pipe, stderr=subprocess.PIPE, env=environment, timeout=60, check=False
+            command, stdout=pipe, stderr=subprocess.PIPE, env=environment, timeout=240, check=False
         )
     assert (ended.returncode, ended.stderr) == (141, b"")
 

@@ -362,7 +362,7 @@ def test_a_client_that_leaves_ends_its_request(omni_server: ServerProcess) -> No
         "sampling_params": {"max_tokens": 1900, "ignore_eos": True},
         "stream": True,
     }
-    with httpx.stream("POST", omni_server.get_url(PATH), json=body, timeout=60.0) as response:
+    with httpx.stream("POST", omni_server.get_url(PATH), json=body, timeout=240.0) as response:
         next(response.iter_lines())
     wait_until(lambda: omni_server.get_metrics().get(finished, 0.0) > before, "it is ended")
     assert omni_server.get_metrics()[finished] == before + 1

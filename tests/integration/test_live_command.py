@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from sensorium import cli
 from sensorium.embedded import EMBEDDED_MODEL
 from tests.integration.speaking import WORDS, speak
-from tests.support.server import COMMAND, ROOT, ServerProcess, serve
+from tests.support.server import COMMAND, INTERRUPTIBLE_COMMAND, ROOT, ServerProcess, serve
 from tests.support.talking import to_pcm16
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-live")
 KEY = "a-secret"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 240.0  # long, because the machine may be busy
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def server() -> Iterator[ServerProcess]:
 
 def start(*arguments: str, key: str = KEY) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "transcribe", "--live", *arguments],
+        [sys.executable, "-c", INTERRUPTIBLE_COMMAND, "transcribe", "--live", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -54,7 +55,7 @@ def test_words_are_printed_while_more_is_said(server: ServerProcess) -> None:
 
 def test_a_file_is_read_to_its_end(server: ServerProcess, tmp_path: Path) -> None:
     path = tmp_path / "sound.raw"
-    path.write_bytes(to_pcm16(speak(*["speech", "question"] * 4)))
+    path.write_bytes(to_pcm16(speak(*["speech", "question"] * 2)))
     flags = ["--url", server.get_url("/v1"), "--language", "en", "--model", EMBEDDED_MODEL]
     with path.open("rb") as file:
         found = subprocess.run(
@@ -65,7 +66,7 @@ def test_a_file_is_read_to_its_end(server: ServerProcess, tmp_path: Path) -> Non
             env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
             check=True,
         )
-    assert found.stdout.decode().splitlines() == list(WORDS.values()) * 4
+    assert found.stdout.decode().splitlines() == list(WORDS.values()) * 2
 
 
 def test_no_audio_at_all_prints_nothing(server: ServerProcess) -> None:
@@ -122,29 +123,29 @@ def test_a_server_that_refuses_is_quoted(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["-"], "--live needs a server"),
-        (["sound.wav", "--url", "http://localhost"], "give - as the only file"),
-        (["-", "--url", "http://localhost", "--format", "srt"], "--live prints text"),
-        (["-", "--url", "http://localhost", "--task", "translate"], "--live does not translate"),
-        (["-", "--url", "http://localhost", "--delay", "soon"], "must be minimal, low, medium"),
-        (["-", "--url", "http://localhost", "--delay", "-80"], "--delay"),
+        (["--live", "-"], "--live needs a server"),
+        (["--live", "sound.wav", "--url", "http://localhost"], "give - as the only file"),
+        (["--live", "-", "--url", "http://localhost", "--format", "srt"], "--live prints text"),
+        (
+            ["--live", "-", "--url", "http://localhost", "--task", "translate"],
+            "--live does not translate",
+        ),
+        (
+            ["--live", "-", "--url", "http://localhost", "--delay", "soon"],
+            "must be minimal, low, medium",
+        ),
+        (["--live", "-", "--url", "http://localhost", "--delay", "-80"], "--delay"),
+        (["sound.wav", "--delay", "low"], "--delay needs --live"),
     ],
 )
-def test_wrong_usage_is_named(arguments: list[str], words: str) -> None:
-    process = start(*arguments)
-    _, errors = process.communicate(b"", timeout=TIMEOUT_S)
-    assert process.returncode == 2
-    assert words in errors.decode()
-
-
-def test_a_delay_is_for_live_audio_alone(tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-c", COMMAND, "transcribe", "sound.wav", "--delay", "low"],
-        capture_output=True,
-        timeout=TIMEOUT_S,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        cwd=tmp_path,
-        check=False,
-    )
-    assert found.returncode == 2
-    assert "--delay needs --live" in found.stderr.decode()
+def test_wrong_usage_is_named(
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sensorium", "transcribe", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

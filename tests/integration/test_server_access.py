@@ -120,7 +120,7 @@ def test_the_welcome_page_asks_for_the_key(server: ServerProcess, browser: Brows
 def test_pages_of_an_allowed_origin_may_ask(server: ServerProcess) -> None:
     preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
     preflight["Access-Control-Request-Headers"] = "authorization, content-type"
-    allowed = httpx.options(server.get_url(CHAT), headers=preflight, timeout=60.0)
+    allowed = httpx.options(server.get_url(CHAT), headers=preflight, timeout=240.0)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == ORIGIN
     assert "authorization" in allowed.headers["access-control-allow-headers"].lower()
@@ -141,7 +141,7 @@ def test_large_bodies_are_refused(server: ServerProcess, is_chunked: bool) -> No
     content = pieces if is_chunked else body
     before = get_metrics(server)
     headers = {**KEY, "content-type": "application/json"}
-    response = httpx.post(server.get_url(CHAT), content=content, headers=headers, timeout=60.0)
+    response = httpx.post(server.get_url(CHAT), content=content, headers=headers, timeout=240.0)
     assert response.status_code == 413
     assert str(2**20) in response.json()["error"]["message"]
     name = 'sensorium:refused_requests_total{reason="body_too_large"}'

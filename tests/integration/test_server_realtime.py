@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +62,8 @@ def wait_until_idle(server: ServerProcess) -> None:
 
 
 def test_the_embedded_model_writes_down_what_is_said(server: ServerProcess) -> None:
+    wait_until_idle(server)  # sessions of other tests are counted when they end
+    before = server.get_metrics()
     with begin(server) as talker:
         talker.say(speak("speech", "question"))
         texts = [talker.receive_until(COMPLETED)[-1]["transcript"] for _ in WORDS]
@@ -74,13 +75,18 @@ def test_the_embedded_model_writes_down_what_is_said(server: ServerProcess) -> N
         talker.commit(final=True)
         assert talker.receive_until("transcription.done")[-1]["text"] == " ".join(WORDS.values())
     wait_until_idle(server)
-    metrics = server.get_metrics()
-    assert metrics['sensorium:realtime_sessions_total{end="client"}'] == 2
-    assert metrics["sensorium:realtime_lag_seconds_count"] == 4
-    assert metrics["sensorium:realtime_chunk_seconds_count"] > 4
-    assert metrics["sensorium:realtime_waiting_seconds"] == pytest.approx(0, abs=1e-6)
+    after = server.get_metrics()
+
+    def count(name: str) -> float:
+        series = f"sensorium:realtime_{name}"
+        return after[series] - before.get(series, 0.0)
+
+    assert count('sessions_total{end="client"}') == 2
+    assert count("lag_seconds_count") == 4
+    assert count("chunk_seconds_count") > 4
+    assert after["sensorium:realtime_waiting_seconds"] == pytest.approx(0, abs=1e-6)
     heard_s = 2 * len(speak("speech", "question")) / RATE
-    assert metrics["sensorium:realtime_audio_seconds_total"] == pytest.approx(heard_s)
+    assert count("audio_seconds_total") == pytest.approx(heard_s)
 
 
 def test_the_openai_package_commits_by_itself(server: ServerProcess) -> None:
@@ -164,7 +170,8 @@ def test_a_session_survives_the_core() -> None:
 
 
 def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
-    with serve(EMBEDDED_MODEL) as running, begin(running) as talker:
+    waits = ("--shutdown-timeout", "3600")  # for sessions: there is none left to wait for
+    with serve(EMBEDDED_MODEL, *waits) as running, begin(running) as talker:
         talker.say(speak("speech")[: -RATE // 2])  # the end of the turn is not found yet
         talker.receive_until("input_audio_buffer.speech_started")
         assert isinstance(running.process.pid, int)
@@ -177,9 +184,7 @@ def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
             talker.receive()
         assert caught.value.rcvd is not None
         assert caught.value.rcvd.code == 1012
-        began = time.monotonic()
         assert running.wait() == 0
-        assert time.monotonic() - began < 20
 
 
 def test_whisper_hears_turns_too(tiny_model: Callable[[str], str], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Served:
 
     def wait_until_nothing_is_left(self) -> None:
         wait_until_idle(self.server)
-        wait_until(lambda: self.list_files() == [], "no temporary file is left", timeout_s=30.0)
+        wait_until(lambda: self.list_files() == [], "no temporary file is left")
 
     def count(self, name: str) -> float:
         return self.server.get_metrics()[name]

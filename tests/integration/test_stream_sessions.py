@@ -61,7 +61,7 @@ def test_the_sound_decides_when_a_text_ends(
         ends = tuple(range(core.built.adapter.vocab_size))
         defaults = replace(core.info.defaults, eos_token_ids=ends)
         core.info = msgspec.structs.replace(core.info, defaults=defaults)
-        run(core, lambda *parts: asyncio.wait_for(test(*parts), 60))
+        run(core, lambda *parts: asyncio.wait_for(test(*parts), 240))
     (done,) = [event for event in events if isinstance(event, Completed)]
     assert done.transcript.usage.num_output_tokens > 4.0 / 0.08
 
@@ -88,7 +88,7 @@ def test_times_go_on_when_turn_detection_begins(
             await session.close()
 
     with run_core(tiny_model("voxtral_realtime"), tmp_path) as core:
-        run(core, lambda *parts: asyncio.wait_for(test(*parts), 60))
+        run(core, lambda *parts: asyncio.wait_for(test(*parts), 240))
     (started,) = [event for event in events if isinstance(event, SpeechStarted)]
     assert 3100 <= started.start_ms <= 3600
     first, second = [event.audio_s for event in events if isinstance(event, Completed)]
@@ -146,7 +146,7 @@ def test_an_item_fails_in_words_when_a_context_without_a_window_is_full(
 
     directory = remove_window(tiny_model("voxtral_realtime"), tmp_path / "model")
     with run_core(directory, tmp_path, max_model_len=MAX_MODEL_LEN) as core:
-        run(core, lambda *parts: asyncio.wait_for(test(*parts), 60))
+        run(core, lambda *parts: asyncio.wait_for(test(*parts), 240))
         assert core.error is None
     (failed,) = [event for event in events if isinstance(event, Failed)]
     assert "context is full: 3.92 s of this item are written down" in str(failed.error)

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -29,7 +30,14 @@ from tests.integration.speaking import make_brief, make_wav
 from tests.parity.cases import make_audio
 from tests.support.engine import make_llm
 from tests.support.media import write_sound
-from tests.support.server import COMMAND, ROOT, ServerProcess, get_descendants, is_alive, serve
+from tests.support.server import (
+    INTERRUPTIBLE_COMMAND,
+    ROOT,
+    ServerProcess,
+    get_descendants,
+    is_alive,
+    serve,
+)
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("server-speech")
@@ -270,10 +278,6 @@ def test_a_server_that_can_not_be_used_is_named_once(
 # ---- in a terminal, and interrupted
 
 
-# A process ignores Ctrl-C if its parent does, as a shell's jobs in the background do.
-_INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-
-
 class Terminal:
     """The command in a process of its own. Its stderr is a terminal, and its stdout a pipe."""
 
@@ -281,7 +285,7 @@ class Terminal:
         self._fd, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _INTERRUPTIBLE + COMMAND, "transcribe", *words],
+            [sys.executable, "-c", INTERRUPTIBLE_COMMAND, "transcribe", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=theirs,
@@ -306,7 +310,7 @@ class Terminal:
         """Press Ctrl-C, and return the exit code when all processes have ended."""
         children = get_descendants(self.process.pid)
         self.process.send_signal(signal.SIGINT)
-        self.process.communicate(timeout=60)
+        self.process.communicate(timeout=240)
         wait_until(lambda: not any(map(is_alive, children)), "all processes end")
         return self.process.returncode
 
@@ -358,3 +362,28 @@ def test_ctrl_c_ends_the_work_of_a_server(server: ServerProcess, tmp_path: Path)
         lambda: server.get_metrics(headers=headers)[ABORTED] == before + 2,
         "both transcripts are aborted",
     )
+
+
+@pytest.mark.parametrize("name", ["-", "pipe.wav"])
+def test_ctrl_c_ends_a_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
+    """The sound is read until its end before any of it can be sent."""
+    pipe = tmp_path / "pipe.wav"
+    os.mkfifo(pipe)
+    keeper = os.open(pipe, os.O_RDWR)  # otherwise opening it would wait, too
+    command = [sys.executable, "-c", INTERRUPTIBLE_COMMAND, "transcribe"]
+    with subprocess.Popen(
+        [*command, "-" if name == "-" else str(pipe), "--url", "http://127.0.0.1:9"],
+        stdin=keeper if name == "-" else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+    ) as process:
+        try:
+            os.write(keeper, b"RIFF")
+            wait_until(
+                lambda: not select.select([keeper], [], [], 0)[0], "it has read all there is"
+            )
+            process.send_signal(signal.SIGINT)
+            assert process.wait(240.0) == 130
+        finally:
+            process.kill()
+            os.close(keeper)

@@ -1,4 +1,7 @@
-"""Families × checks: how many tests of each kind passed, printed at the end of a run."""
+"""Families × checks: how many tests of each kind passed, printed at the end of a run.
+
+`--collect-only` writes instead how many there are.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,25 @@ _PROPERTY = "parity"
 
 
 class ParityTable:
-    """A pytest plugin; under xdist it lives in the process that the others report to."""
+    """A pytest plugin; under xdist it lives in the process that the others report to.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    It writes into `directory`: `parity.json` after a run, `parity-collected.json` without one.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._passed: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
         self._failed: set[tuple[str, str]] = set()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if session.config.option.collectonly:
+            collected: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+            for item in session.items:
+                for name, value in item.user_properties:
+                    if name == _PROPERTY:
+                        family, check = value  # type: ignore[misc]
+                        collected[family][check] += 1
+            self._write("parity-collected.json", collected)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties:
@@ -41,8 +57,11 @@ class ParityTable:
             ]
             terminalreporter.write_line(f"{family:16} {' · '.join(cells)}")
         if not self._failed:
-            self._path.parent.mkdir(exist_ok=True)
-            self._path.write_text(json.dumps(self._passed, sort_keys=True, indent=1))
+            self._write("parity.json", self._passed)
+
+    def _write(self, name: str, table: dict[str, dict[str, int]]) -> None:
+        self._directory.mkdir(exist_ok=True)
+        (self._directory / name).write_text(json.dumps(table, sort_keys=True, indent=1))
 
 
 def mark_item(item: pytest.Item, family: str) -> None:

@@ -34,6 +34,11 @@ POOL = ("--mm-processor-pool-size", "1")
 # Where the embedded model is unpacked, once for all tests of a checkout.
 EMBEDDED_CACHE = str(ROOT / "build" / "embedded")
 COMMAND = "from sensorium.cli import main; main()"
+# A process ignores Ctrl-C if its parent does, as a shell's jobs in the background do. This one
+# hears it all the same.
+INTERRUPTIBLE_COMMAND = (
+    f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {COMMAND}"
+)
 _READY = re.compile(r"Sensorium(?:'s encoder)? is ready: (http://[\w.:\[\]]+|unix:\S+)")
 
 
@@ -122,7 +127,7 @@ class ServerProcess:
                 os.kill(pid, signal.SIGABRT)  # `faulthandler` prints the stack of every thread
         self._reader.join(10)
 
-    def wait_for_output(self, words: str, timeout_s: float = 60.0) -> None:
+    def wait_for_output(self, words: str, timeout_s: float = 240.0) -> None:
         deadline = time.monotonic() + timeout_s
         while words not in self.output:
             if time.monotonic() > deadline:
@@ -143,7 +148,7 @@ class ServerProcess:
         return httpx.post(self.get_url(path), json=body, timeout=120.0, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.get_url(path), timeout=60.0, **options)
+        return httpx.get(self.get_url(path), timeout=120.0, **options)
 
     def note_first_metrics(self) -> None:
         """Keep the metrics of the server before its first request."""
@@ -190,7 +195,7 @@ class ServerProcess:
             self.process.send_signal(signal.SIGTERM)
         return self.wait(timeout_s)
 
-    def wait(self, timeout_s: float = 60.0) -> int:
+    def wait(self, timeout_s: float = 240.0) -> int:
         """Wait until the server has ended, and return its exit status."""
         try:
             status = self.process.wait(timeout_s)

@@ -60,7 +60,13 @@ class LiveClient:
                 compression=None,
                 ping_timeout=None,  # its answer waits behind the audio that the server has not read
             ) as socket:
-                await self._talk(socket, descriptor)
+                try:
+                    await self._talk(socket, descriptor)
+                except BaseException:
+                    # The server would answer a closing handshake behind all audio that it has not
+                    # read, and an interruption would wait for it.
+                    socket.transport.abort()
+                    raise
         except InvalidStatus as error:
             raise ServerError(_get_message(error)) from error
         except ConnectionClosed as error:

@@ -11,6 +11,8 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -52,23 +54,25 @@ class SpeechClient:
         Raise a `ServerError` if the server does not answer, or would refuse every file.
         """
         with tqdm(total=len(sounds), disable=None, unit="file") as bar:
-            asyncio.run(self._send_all(sounds, writer, bar))
+            # Here an interruption ends a read that waits for a pipe, in the event loop it does not.
+            uploads = [_prepare(sound) for sound in sounds]
+            asyncio.run(self._send_all(uploads, writer, bar))
 
     async def _send_all(
-        self, sounds: Sequence[SoundFile], writer: TranscriptWriter, bar: tqdm[Any]
+        self, uploads: Sequence[_Upload], writer: TranscriptWriter, bar: tqdm[Any]
     ) -> None:
         room = asyncio.Semaphore(_MAX_AT_ONCE)
 
-        async def send(index: int, sound: SoundFile) -> None:
+        async def send(index: int, upload: _Upload) -> None:
             async with room:
                 try:
-                    await self._send(client, index, sound, writer)
+                    await self._send(client, index, upload, writer)
                 except FileError as error:
                     writer.fail(index, str(error))
                 bar.update()
 
         async with httpx.AsyncClient(headers=self._headers, timeout=_TIMEOUT) as client:
-            tasks = [asyncio.create_task(send(*entry)) for entry in enumerate(sounds)]
+            tasks = [asyncio.create_task(send(*entry)) for entry in enumerate(uploads)]
             try:
                 await asyncio.gather(*tasks)
             finally:  # after an error or an interruption the others must not go on
@@ -77,13 +81,13 @@ class SpeechClient:
                 await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(
-        self, client: httpx.AsyncClient, index: int, sound: SoundFile, writer: TranscriptWriter
+        self, client: httpx.AsyncClient, index: int, upload: _Upload, writer: TranscriptWriter
     ) -> None:
         """Transcribe one file, and give what comes to `writer`."""
-        name, content = _open(sound)
+        content = upload.open()
         try:
             async with client.stream(
-                "POST", self._url, data=self._fields, files={"file": (name, content)}
+                "POST", self._url, data=self._fields, files={"file": (upload.name, content)}
             ) as response:
                 await self._receive(response, index, writer)
         except httpx.InvalidURL as error:
@@ -119,20 +123,39 @@ class SpeechClient:
         raise FileError("the server ended its answer early")
 
 
-def _open(sound: SoundFile) -> tuple[str, Any]:
-    """Return the name of a file and its content: bytes, or the open file."""
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """A file on its way to the server."""
+
+    name: str
+    content: bytes | Path  # a path is opened when its turn comes
+    problem: str = ""  # why it can't be sent
+
+    def open(self) -> Any:
+        """Return the bytes or the open file, or raise a `FileError`."""
+        if self.problem:
+            raise FileError(self.problem)
+        if isinstance(self.content, bytes):
+            return self.content
+        try:
+            return self.content.open("rb")
+        except OSError as error:
+            raise FileError(f"can't be read: {error.strerror}") from error
+
+
+def _prepare(sound: SoundFile) -> _Upload:
+    """Return what is to be sent. What comes through a pipe is read, because it has no length."""
     source = sound.get_source()
-    if isinstance(source, str):
-        raise FileError("an address can't be sent to a server: fetch the file first")
     if isinstance(source, bytes):
-        return "stdin", source
-    try:
-        # What comes through a pipe has no length before it is read.
-        content = source.open("rb") if source.is_file() else source.read_bytes()
-    except OSError as error:
-        raise FileError(f"can't be read: {error.strerror}") from error
+        return _Upload("stdin", source)
+    if isinstance(source, str):
+        return _Upload(source, b"", "an address can't be sent to a server: fetch the file first")
     # A name may have bytes that are no text.
-    return os.fsencode(source.name).decode(errors="replace"), content
+    name = os.fsencode(source.name).decode(errors="replace")
+    try:
+        return _Upload(name, source if source.is_file() else source.read_bytes())
+    except OSError as error:
+        return _Upload(name, b"", f"can't be read: {error.strerror}")
 
 
 async def _read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -110,7 +110,8 @@ def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_
 
 def format_path(path: Iterable[str | int]) -> str:
     """Return the path of a field as text, such as `messages[0].content[1].image_url`."""
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    most = _MAX_PATH_LENGTH  # of each step too: a client chooses how long they are
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:most]}" for step in path)
     return text.removeprefix(".")[:_MAX_PATH_LENGTH]
 
 

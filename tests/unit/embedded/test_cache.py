@@ -111,7 +111,7 @@ def test_processes_that_start_at_once_share_one_folder(packed_model: Path, cache
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-    outputs = {process.communicate(timeout=60)[0].strip() for process in processes}
+    outputs = {process.communicate(timeout=240)[0].strip() for process in processes}
     folder = find_embedded_model(packed_model)
     assert outputs == {f"True {folder} False"}
     assert sorted(path.name for path in cache.iterdir()) == [f".{folder.name}.lock", folder.name]

@@ -72,7 +72,7 @@ def test_what_takes_long_holds_up_no_short_text(prompt: Prompt | Chat, params: A
         slow = [asyncio.ensure_future(preparation.prepare("", prompt, params)) for _ in range(40)]
         try:
             await asyncio.sleep(0)
-            await asyncio.wait_for(preparation.prepare("", "plain", PLAIN), 30)
+            await asyncio.wait_for(preparation.prepare("", "plain", PLAIN), 120)
             assert not any(task.done() for task in slow)
         finally:
             renderer.is_over.set()
@@ -124,7 +124,7 @@ def test_media_that_is_fetched_holds_no_thread() -> None:
         preparation = make_preparation(renderer)
         away = [asyncio.ensure_future(preparation.prepare("", AWAY, PLAIN)) for _ in range(200)]
         await wait_until_async(lambda: len(renderer.fetches) == 200)
-        await asyncio.wait_for(preparation.prepare("", HERE, PLAIN), 60)
+        await asyncio.wait_for(preparation.prepare("", HERE, PLAIN), 120)
         assert not any(task.done() for task in away)
         for fetch in renderer.fetches:
             fetch.set_result(None)

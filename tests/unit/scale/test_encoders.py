@@ -71,7 +71,7 @@ def make_encoder(answer: bytes | Exception, monkeypatch: pytest.MonkeyPatch) -> 
         asyncio.get_running_loop(),
         IDENTITY,
         cast(MultiModalProcessor, None),
-        timeout_s=10,
+        timeout_s=120,
     )
 
 

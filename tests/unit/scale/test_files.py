@@ -27,7 +27,7 @@ def test_a_call_that_waits_for_one_without_the_file_can_tell_what_is_lacking() -
 
     def run_first() -> None:
         with pytest.raises(_LackingFileError):
-            flights.get("item", start_without, timeout_s=30)
+            flights.get("item", start_without, timeout_s=120)
 
     first = threading.Thread(target=run_first)
     first.start()
@@ -35,7 +35,7 @@ def test_a_call_that_waits_for_one_without_the_file_can_tell_what_is_lacking() -
     waiter = flights.join("item", start_with)
     has_joined.set()
     with pytest.raises(_LackingFileError) as raised:
-        waiter.result(timeout_s=30)
+        waiter.result(timeout_s=120)
     waiter.leave()
     first.join()
     assert raised.value.missing == ("d",)

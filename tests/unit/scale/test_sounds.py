@@ -65,7 +65,7 @@ def test_an_engine_that_takes_no_more_sound_ends_the_request() -> None:
         link.send(None, is_last=False)
         link.send(None, is_last=True)
         with pytest.raises(EngineLostError, match="being removed"):
-            await asyncio.wait_for(_read_all(link), 30)
+            await asyncio.wait_for(_read_all(link), 120)
         assert engine.has_ended
 
     asyncio.run(run())

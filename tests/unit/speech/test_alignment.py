@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-import time
+import sys
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,12 +83,19 @@ def test_small_windows_and_equal_attention_have_times(shape: tuple[int, int, int
     assert np.isfinite(times).all()
 
 
-def test_the_longest_window_is_aligned_quickly() -> None:
+def test_the_longest_window_is_not_aligned_cell_by_cell() -> None:
     cost = np.random.default_rng(2).normal(size=(448, 1500))
-    best = np.inf
-    for _ in range(3):
-        start = time.perf_counter()
+    num_lines = 0
+
+    def count(_frame: FrameType, event: str, _value: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
         find_path(cost)
-        best = min(best, time.perf_counter() - start)
-    # Cell by cell it takes seconds; the machine may be busy.
-    assert best < 0.5
+    finally:
+        sys.settrace(before)
+    assert num_lines < cost.size / 10  # far fewer than there are cells

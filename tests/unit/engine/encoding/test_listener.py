@@ -84,7 +84,7 @@ def test_a_connection_keeps_nothing_of_what_it_has_sent(tmp_path: Path) -> None:
             gc.collect()
             return [output() for output in service.outputs] == [None]
 
-        wait_until(is_gone, timeout_s=10)
+        wait_until(is_gone)
 
 
 def test_a_connection_for_which_there_is_no_thread_is_closed_and_the_next_one_served(

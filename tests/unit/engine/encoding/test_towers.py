@@ -60,7 +60,7 @@ def test_the_pixels_of_the_last_items_are_gone_while_nothing_is_encoded() -> Non
         gc.collect()
         return is_there() is None
 
-    wait_until(is_gone, timeout_s=10)
+    wait_until(is_gone)
     assert towers.close(60)
 
 

@@ -356,7 +356,7 @@ def test_threads_may_render_at_once() -> None:
             receive_all(receiver, handles, sender.make_transfer(handles))
             sender.release(handles)
         for result in results:
-            result.result(timeout=30)
+            result.result(timeout=120)
     receiver.receive([], sender.make_transfer(()))
     assert get_kept_sizes(receiver) == get_sent_sizes(sender)
     assert len(sender._held) == 0

@@ -14,7 +14,7 @@ from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY = '{"prompt": "a"}'
 REQUEST = f"{HEAD}content-length: {len(BODY)}\r\n\r\n{BODY}"
-SOON = make_http_protocol(head_timeout_s=0.2, max_connections=None, stream_timeout_s=0.0)
+SOON = make_http_protocol(head_timeout_s=0.5, max_connections=None, stream_timeout_s=0.0)
 
 
 def send(running: RunningServer, content: str) -> socket.socket:
@@ -53,7 +53,7 @@ def test_an_answer_that_takes_long_is_not_cut_off() -> None:
     """Nor is one behind which the head of another request has begun."""
 
     async def wait(_: Any) -> None:
-        await asyncio.sleep(1.0)  # five times the time for a head
+        await asyncio.sleep(2.5)  # five times the time for a head
 
     with serve(ScriptedEngine(prepare=wait), http=SOON) as running:
         with send(running, REQUEST) as connection:

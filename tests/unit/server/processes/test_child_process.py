@@ -43,4 +43,4 @@ def test_last_words_are_read_after_a_write_that_failed(num_bytes: int) -> None:
         assert [await child.receive() for _ in range(3)] == [*last_words, None]
         assert await child.wait_until_ended() == "status 3"
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 240))

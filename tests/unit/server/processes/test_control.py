@@ -94,10 +94,10 @@ def test_a_reader_gets_each_message_however_it_is_cut_and_then_the_end(
     line = encode_line(FrontendGone("x" * 100)) + encode_line(Stop())
     for byte in range(0, len(line), 7):
         ends[0].sendall(line[byte : byte + 7])
-    assert got.get(timeout=30) == FrontendGone("x" * 100)
-    assert got.get(timeout=30) == Stop()
+    assert got.get(timeout=120) == FrontendGone("x" * 100)
+    assert got.get(timeout=120) == Stop()
     ends[0].close()
-    assert got.get(timeout=30) == "end"
+    assert got.get(timeout=120) == "end"
 
 
 def fail(message: object) -> None:
@@ -113,7 +113,7 @@ def test_what_can_not_be_obeyed_is_told_and_ends_the_reading(
         fail, on_end=lambda: got.put("end"), on_failure=lambda: got.put("failure")
     )
     ends[0].sendall(line)
-    assert got.get(timeout=30) == "failure"
+    assert got.get(timeout=120) == "failure"
     assert "could not be handled" in caplog.text
 
 

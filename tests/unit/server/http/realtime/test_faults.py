@@ -172,7 +172,7 @@ def test_a_client_that_sends_too_fast_is_slowed(
         server.loop.call_soon_threadsafe(gate.set)
         for _ in range(num_turns):
             talker.receive_until(COMPLETED)
-        sender.join(60)
+        sender.join(240)
         assert len(sent) == num_turns  # nothing was dropped
     assert len(transcriber.calls) == num_turns
 
@@ -217,7 +217,7 @@ def test_an_idle_session_is_closed_with_its_code(
 def test_a_session_that_reaches_its_end_gets_what_was_said(
     make_server: Callable[..., RunningServer],
 ) -> None:
-    server = make_server(realtime_max_session=2.0)
+    server = make_server(realtime_max_session=5.0)
     with begin(server) as talker:
         talker.say(make_sound((LOUD, 1.0)))  # the voice is not silent yet
         messages = talker.receive_until("error")
@@ -258,7 +258,7 @@ def test_a_client_that_reads_nothing_is_cut_off(
     raw = open_raw(server)
     garbage = make_frame(json.dumps({"type": "x" * 100_000}))
     raw.settimeout(0.2)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while get_ends(server, "unread") == 0 and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             raw.sendall(garbage)
@@ -296,7 +296,7 @@ def test_a_client_that_is_not_read_needs_to_answer_no_ping(
         server.loop.call_soon_threadsafe(gate.set)
         for _ in range(20):
             talker.receive_until(COMPLETED)
-        sender.join(60)
+        sender.join(240)
 
 
 def test_a_session_has_a_log_line_at_its_begin_and_its_end(
