@@ -76,12 +76,13 @@ def shared_folder(
 def folder(shared_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.chdir(shared_folder.path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("SENSORIUM_API_KEY", raising=False)
     return shared_folder
 
 
 @pytest.fixture(scope="module")
 def server(shared_folder: Folder) -> Iterator[ServerProcess]:
-    with serve(shared_folder.model, "--api-key", KEY, "--dtype", "float32") as server:
+    with serve(shared_folder.model, "--dtype", "float32", SENSORIUM_API_KEY=KEY) as server:
         yield server
 
 
@@ -256,6 +257,9 @@ def test_a_server_that_can_not_be_used_is_named_once(
     result = run("a.wav", "b.wav", "--url", url)
     assert "key" in result.status
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    assert run("a.wav", "--url", f"{url}/v1/").status == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
+    monkeypatch.setenv("SENSORIUM_API_KEY", KEY)
     assert run("a.wav", "--url", f"{url}/v1/").status == 0
     result = run("a.wav", "--url", url, "--model", "another")
     assert "another" in result.status

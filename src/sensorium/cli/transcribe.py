@@ -7,13 +7,13 @@ A model in this process does it, or a server that is running. Both give what the
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli import flags
+from sensorium.cli.keys import VARIABLE, get_client_key
 from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
@@ -76,7 +76,7 @@ def add_transcribe(commands: Any) -> None:
     server.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"The server's key. Default: ${_KEY_VARIABLE}, if it is set.",
+        help=f"The server's key. Default: ${VARIABLE} or ${_KEY_VARIABLE}, if one of them is set.",
     )
     server.add_argument(
         "--live",
@@ -316,7 +316,7 @@ def _run_live(arguments: argparse.Namespace) -> None:
     chosen = {name: getattr(arguments, name) for name in names}
     client = LiveClient(
         arguments.url,
-        key=arguments.api_key or os.environ.get(_KEY_VARIABLE),
+        key=get_client_key(arguments.api_key, _KEY_VARIABLE),
         fields={name: value for name, value in chosen.items() if value is not None},
     )
     if sys.stdin is None:  # it was closed
@@ -342,7 +342,7 @@ def _run_server(
     }
     client = SpeechClient(
         arguments.url,
-        key=arguments.api_key or os.environ.get(_KEY_VARIABLE),
+        key=get_client_key(arguments.api_key, _KEY_VARIABLE),
         task=arguments.task,
         fields={name: value for name, value in fields.items() if value is not None},
     )
