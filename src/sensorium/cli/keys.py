@@ -38,7 +38,7 @@ def take_keys(given: Sequence[str], path: str | None) -> tuple[str, ...]:
 def get_client_key(given: str | None, *others: str) -> str | None:
     """Return the key that a client sends: the one given, or else that of a variable.
 
-    The variables are `SENSORIUM_API_KEY`, of which the first line counts, and then `others`.
+    The variables are `SENSORIUM_API_KEY`, with its first line, and then `others`.
     """
     if given:
         return given

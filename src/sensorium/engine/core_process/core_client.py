@@ -95,13 +95,14 @@ class CoreClient:
     async def rehearse(
         self, subject: str, request: EngineCoreRequest, transfer: Transfer
     ) -> SensoriumError | None:
-        """Let the core compute a dummy request of which nothing is kept, and return its error.
+        """Let the core compute a dummy request without keeping anything of it; return its error.
 
         The error is `None` if the request went well, or if the core had no need of it. There may
         be one rehearsal of a subject (a modality, or "text") at a time.
         """
         message, frames = messages.encode_transfer(request, transfer)
-        done = self._rehearsals[subject] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[SensoriumError | None] = asyncio.get_running_loop().create_future()
+        self._rehearsals[subject] = done
         self._send(messages.Rehearse(subject, message), messages.encode_request(request), *frames)
         return await done
 
