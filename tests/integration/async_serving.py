@@ -6,6 +6,7 @@ import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from PIL import Image
 
 from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.build.builder import Core, build_core
+from sensorium.engine.build.config import make_scheduler
 from sensorium.engine.build.frontend import (
     Checkpoint,
     Perception,
@@ -25,6 +27,7 @@ from sensorium.engine.build.frontend import (
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
+from sensorium.engine.core_process.rehearsal import Rehearsal
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Chat
 from sensorium.multimodal.cache.mirror import MirrorReceiver
@@ -70,7 +73,8 @@ class LocalCore:
         )
         self.core = self.built.core
         endpoint = f"ipc://{self.directory}/core-{self.life}.sock"
-        self.loop = CoreLoop(self.core, endpoint)
+        rehearse = Rehearsal(self.core, partial(make_scheduler, self.built.config))
+        self.loop = CoreLoop(self.core, endpoint, rehearse=rehearse)
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self.info = CoreInfo(

@@ -274,6 +274,14 @@ def _list_media() -> Iterator[BadRequest]:
     for name, url, status, words in broken:
         body = _GOOD_CHAT | {"messages": make_messages(make_image_url(), url)}
         yield _make(name, body, status=status, param=second, words=words)
+    for name, part, status, words in (
+        ("a path", {"image": "/etc/hostname"}, 400, "media URLs start with data:"),
+        ("a path from here", {"image": "README.md"}, 400, "media URLs start with data:"),
+        ("a path by its name", {"path": "/etc/hostname"}, 422, "local files"),
+    ):
+        messages = [{"role": "user", "content": [{"type": "image", **part}]}]
+        body = _GOOD_CHAT | {"messages": messages}
+        yield _make(name, body, status=status, param="messages[0].content[0]", words=words)
     three = make_messages(*(make_image_url(seed) for seed in range(3)))
     yield _make("three pictures", _GOOD_CHAT | {"messages": three}, param="messages", words="image")
     for kind, what in (("video_url", "video/mp4"), ("audio_url", "audio/wav")):

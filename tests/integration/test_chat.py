@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tests.integration.neighbours import PARAMS
 from tests.parity.cases import FAMILIES, MODALITIES, make_audio, make_image, make_media
 from tests.parity.reference import make_voxtral_messages
 from tests.support.engine import assert_nothing_is_left, get_token_ids, make_llm
+from tests.support.media import make_pixels, write_image
 
 TinyModel = Callable[[str], str]
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, seed=7)
@@ -283,4 +286,55 @@ def test_a_stream_ends_when_an_interruption_took_its_request(llava: LLM) -> None
     with pytest.raises(RequestError, match="ended by an interruption"):
         for _ in second:
             pass
+    assert_nothing_is_left(llava)
+
+
+# ---- files
+
+
+def ask_with(part: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [part, {"type": "text", "text": "what is this?"}]}]
+
+
+def test_a_picture_may_be_the_path_of_its_file(
+    llava: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_image(make_pixels(40, 60), "PNG")
+    path = tmp_path / "a picture.png"
+    path.write_bytes(data)
+    monkeypatch.chdir(tmp_path)
+    given: tuple[Any, ...] = (data, path, str(path), path.name, Path(path.name))
+    chats = [ask_with({"type": "image", "image": each}) for each in given]
+    chats.append(ask_with({"type": "image", "path": str(path)}))
+    prompts: list[Any] = [
+        {"prompt": "<image>look", "multi_modal_data": {"image": media}}
+        for media in (data, path, str(path), [path.name])
+    ]
+    for outputs in (
+        llava.chat(chats, PARAMS, use_tqdm=False),
+        llava.generate(prompts, PARAMS, use_tqdm=False),
+    ):
+        assert len({output.mm_items[0].mm_hash for output in outputs}) == 1
+        assert len(set(get_token_ids(outputs))) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"image": "nowhere.png"}, "the file 'nowhere.png' can't be read: No such file"),
+        ({"image": Path("nowhere.png")}, "the file 'nowhere.png' can't be read: No such file"),
+        ({"image": "/"}, "the file '/' can't be read: it is no regular file"),
+        ({"image": "/dev/zero"}, "the file '/dev/zero' can't be read: it is no regular file"),
+        ({"image": "a\0b"}, r"the file 'a\x00b' can't be read: it is no regular file"),
+        ({"image": "A" * 5000}, "the file '" + "A" * 200 + "'... can't be read: File name too"),
+        ({"image": "file:///etc/hostname"}, "this server reads no local files"),
+        ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "media URLs start with"),
+    ],
+)
+def test_a_path_that_is_none_is_an_error_of_its_part(
+    llava: LLM, part: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(RequestError, match=re.escape(reason)) as raised:
+        llava.chat(ask_with({"type": "image", **part}), PARAMS, use_tqdm=False)
+    assert raised.value.path[:4] == ("messages", 0, "content", 0)
     assert_nothing_is_left(llava)

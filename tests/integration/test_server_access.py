@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -14,7 +15,7 @@ from openai import AuthenticationError, RateLimitError
 
 from sensorium.server.http.welcome import WELCOME_PATHS
 from tests.support.clients import MODEL, ask, chat, make_video_part
-from tests.support.server import ServerProcess, serve
+from tests.support.server import ServerProcess, get_command, serve
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -29,11 +30,15 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Callable[[str], str]) -> Iterator[ServerProcess]:
+def server(
+    tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
     """It runs one request at a time, the one with the lowest priority first."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text("".join(f"{key}\n" for key in KEYS))
     flags = (
         *("--served-model-name", MODEL, "another-name", "--max-model-len", "4096"),
-        *("--api-key", KEYS[0], "--api-key", KEYS[1], "--protect-metrics"),
+        *("--api-key-file", str(path), "--protect-metrics"),
         *("--allowed-origins", ORIGIN, "--max-body-mb", "1"),
         *("--max-concurrent-requests", str(LIMIT), "--max-num-seqs", "1"),
         *("--scheduling-policy", "priority", "--trust-request-chat-template"),
@@ -41,6 +46,7 @@ def server(tiny_model: Callable[[str], str]) -> Iterator[ServerProcess]:
     )
     with serve(tiny_model("qwen2_5_vl"), *flags) as server:
         yield server
+    assert not any(key in server.output for key in KEYS)
 
 
 def get_metrics(server: ServerProcess) -> dict[str, float]:
@@ -93,6 +99,22 @@ def test_key_is_needed_for_all_but_health(server: ServerProcess) -> None:
             )
             assert answer.model == "another-name"
     assert server.get("/metrics", headers=KEY).status_code == 200
+
+
+@pytest.mark.slow
+def test_a_key_of_the_environment_is_seen_in_no_process_but_the_first(
+    tiny_model: Callable[[str], str],
+) -> None:
+    flags = ("--mm-processor-pool-size", "1", "--max-model-len", "1024")
+    with serve(tiny_model("llava"), *flags, is_cold=True, SENSORIUM_API_KEY=KEYS[0]) as server:
+        assert server.get("/v1/models").status_code == 401
+        assert server.get("/v1/models", headers=KEY).status_code == 200
+        first, *others = server.get_process_ids()
+        assert len(others) >= 3  # the core, a frontend, a process for media
+        for pid in (first, *others):
+            assert KEYS[0] not in get_command(pid)
+        for pid in others:
+            assert KEYS[0].encode() not in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_the_welcome_page_asks_for_the_key(server: ServerProcess, browser: Browser) -> None:

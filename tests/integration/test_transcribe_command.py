@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -84,12 +85,13 @@ def shared_folder(
 def folder(shared_folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.chdir(shared_folder.path)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("SENSORIUM_API_KEY", raising=False)
     return shared_folder
 
 
 @pytest.fixture(scope="module")
 def server(shared_folder: Folder) -> Iterator[ServerProcess]:
-    with serve(shared_folder.model, "--api-key", KEY, "--dtype", "float32") as server:
+    with serve(shared_folder.model, "--dtype", "float32", SENSORIUM_API_KEY=KEY) as server:
         yield server
 
 
@@ -144,15 +146,39 @@ def test_texts_are_headed_by_their_names_in_the_order_of_the_files(
 def test_a_file_that_fails_is_named_and_the_others_are_transcribed(
     folder: Folder, run: Run, source: tuple[str, ...]
 ) -> None:
-    result = run("missing.wav", "a.wav", ".", "letter.wav", "b.wav", *source)
+    Path("empty").mkdir(exist_ok=True)
+    result = run("missing.wav", "a.wav", "empty", "letter.wav", "b.wav", *source)
     assert result.status == 1
     assert result.out == "\n".join(folder.get_blocks()[:2])
     lines = result.err.splitlines()
     assert "sensorium: missing.wav: can't be read: No such file or directory" in lines
-    assert lines[1].startswith("sensorium: .: can't be read: it is a directory")
+    assert lines[1] == "sensorium: empty: the directory has no sounds and no videos"
     (letter,) = (line for line in lines if "letter.wav" in line)
     assert re.fullmatch(r"sensorium: letter\.wav: .*can't be opened as a sound.*", letter)
     assert len(lines) == 3
+
+
+def test_of_a_directory_all_sounds_are_transcribed(
+    folder: Folder, run: Run, source: tuple[str, ...], tmp_path: Path
+) -> None:
+    recordings = tmp_path / "recordings"
+    (recordings / "day").mkdir(parents=True)
+    copies = ("0.wav", "a.wav"), ("day/1.WAV", "b.wav"), (".hidden.wav", "c.wav")
+    for name, original in (*copies, ("notes.txt", "letter.wav")):
+        shutil.copy(folder.path / original, recordings / name)
+    result = run(str(recordings), *source)
+    assert result.status == 0
+    assert result.err == (
+        f"sensorium: {recordings}: 1 file is left out, as no sounds by their names: notes.txt\n"
+    )
+    texts = [as_plain(transcript, "text") for transcript in folder.transcripts]
+    assert result.out == (
+        f"==> {recordings}/0.wav <==\n{texts[0]}\n==> {recordings}/day/1.WAV <==\n{texts[1]}"
+    )
+    target = tmp_path / "transcripts"
+    assert run(str(recordings), *source, "-o", str(target)).status == 0
+    written = {str(p.relative_to(target)): p.read_text() for p in target.rglob("*.txt")}
+    assert written == {"0.txt": texts[0], "day/1.txt": texts[1]}
 
 
 def test_every_format_is_what_the_library_writes(
@@ -264,6 +290,9 @@ def test_a_server_that_can_not_be_used_is_named_once(
     result = run("a.wav", "b.wav", "--url", url)
     assert "key" in result.status
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    assert run("a.wav", "--url", f"{url}/v1/").status == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "of another server")
+    monkeypatch.setenv("SENSORIUM_API_KEY", KEY)
     assert run("a.wav", "--url", f"{url}/v1/").status == 0
     result = run("a.wav", "--url", url, "--model", "another")
     assert "another" in result.status

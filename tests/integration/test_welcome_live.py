@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.xdist_group("server-page")
 KEY = "a-secret"
 WAIT_S = 120.0
+# Notes each text of the button and of the status line, which may be there for a moment only.
+_WATCH = """
+for (const [name, chosen] of [["seenButton", "#live"], ["seenStatus", ".turn [role=status]"]]) {
+  const seen = window[name] = [], watched = document.querySelector(chosen);
+  const note = (changes) => changes.forEach((change) =>
+    change.addedNodes.forEach((node) => seen.push(node.textContent)));
+  new MutationObserver(note).observe(watched, {childList: true});
+}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +70,15 @@ def test_words_appear_while_they_are_said(server: ServerProcess, browser: Browse
     wait_until(lambda: browser.find("#live").text == "Stop listening", "it listens", WAIT_S)
     wait_until(lambda: len(get_lines(browser)) >= 2, "words appear", WAIT_S)
     assert browser.get_texts(".turn [role=status]") == ["Listening …"]  # and it goes on
+    browser.run(_WATCH)
     browser.click("#live")
     wait_until(
         lambda: browser.get_texts(".turn [role=status]") == ["Transcribed live."], "it ends", WAIT_S
     )
+    # What was seen meanwhile, however soon it ended.
+    finishing = "Finishing: what was said last is being written down …"
+    assert browser.run("return window.seenStatus") == [finishing, "Transcribed live."]
+    assert browser.run("return window.seenButton") == ["Finishing …", "Listen live"]
     assert browser.find("#live").text == "Listen live"
     assert browser.get_texts(".failure") == []
     # Chromium resamples the file, and plays it from somewhere within.

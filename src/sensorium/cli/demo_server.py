@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import httpx
 
+from sensorium.cli.keys import VARIABLE
 from sensorium.embedded.samples import SampleMedia
 from sensorium.types.errors import SensoriumError
 
@@ -65,12 +66,15 @@ class DemoServer:
 
     def __init__(self, model: str) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        own = {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+        # The key of a server of the user's is none of the demo's server, which needs no key.
+        others = {name: value for name, value in os.environ.items() if name != VARIABLE}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, "serve", model, *_FLAGS],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+            env=others | own,
             start_new_session=True,  # so that a terminal sends its signals to this process only
             text=True,
             errors="replace",

@@ -15,6 +15,7 @@ from sensorium.cli.flags import (
     get_given,
     look_at_model,
 )
+from sensorium.cli.keys import take_keys
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
@@ -34,7 +35,7 @@ them too."""
 _SERVE_EXAMPLES = """examples:
   sensorium serve                           (sensorium-mini, which comes with the package)
   sensorium serve MODEL
-  sensorium serve MODEL --port 8080 --api-key SECRET --max-model-len 8192
+  sensorium serve MODEL --port 8080 --api-key-file PATH --max-model-len 8192
   sensorium serve MODEL --api-server-count 4 --limit-mm-per-prompt image=4,video=1
 """
 _RENDER = """Render for a model that runs elsewhere: conversations and prompts in, tokens and
@@ -123,13 +124,15 @@ def make_options(arguments: argparse.Namespace) -> ServeOptions:
     try:
         limits = MediaLimits(**get_given(arguments, MediaLimits))
         server, media = _choose_processes(arguments)
+        server |= get_given(arguments, ServeOptions)
+        server["api_key"] = take_keys(server.get("api_key", ()), server.get("api_key_file"))
         media |= get_given(arguments, MediaOptions)
         return ServeOptions(
             loading=LoadingOptions(**loading),
             engine=EngineOptions(**get_given(arguments, EngineOptions)),
             media=MediaOptions(**media, media_limits=limits),
             is_render_only=arguments.command == "render",
-            **server | get_given(arguments, ServeOptions),
+            **server,
         )
     except SensoriumError as error:
         arguments.refuse(str(error))

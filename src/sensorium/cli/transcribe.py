@@ -14,6 +14,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from sensorium.cli import flags
+from sensorium.cli.keys import VARIABLE, get_client_key
+from sensorium.cli.sound_folders import FoundSounds, find_sounds
 from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
@@ -35,6 +37,7 @@ _EXAMPLES = """examples:
   sensorium transcribe talk.mp3 --model openai/whisper-small
   sensorium transcribe *.mp4 --model MODEL --format srt --output-dir subtitles
   sensorium transcribe talk.mp3 --model MODEL --format verbose_json --word-timestamps
+  sensorium transcribe recordings --model MODEL --output-dir transcripts
   sensorium transcribe rede.flac --model MODEL --language de --task translate
   sensorium transcribe talk.mp3 --url http://localhost:8000
   ffmpeg -i film.mkv -f wav - | sensorium transcribe - --model MODEL
@@ -60,7 +63,11 @@ def add_transcribe(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "words", nargs="*", metavar="FILE", help="A sound, or a video with one; - is stdin."
+        "words",
+        nargs="*",
+        metavar="FILE",
+        help="A sound, or a video with one; - is stdin. Of a directory, all files below it that "
+        "have names of sounds or videos.",
     )
     parser.add_argument(
         "--model", metavar="MODEL", help=f"{flags.MODEL_HELP} With --url: its name."
@@ -76,7 +83,7 @@ def add_transcribe(commands: Any) -> None:
     server.add_argument(
         "--api-key",
         metavar="KEY",
-        help=f"The server's key. Default: ${_KEY_VARIABLE}, if it is set.",
+        help=f"The server's key. Default: ${VARIABLE} or ${_KEY_VARIABLE}, if one of them is set.",
     )
     server.add_argument(
         "--live",
@@ -160,19 +167,15 @@ def _read_delay(given: str) -> str | int:
 
 def _transcribe(arguments: argparse.Namespace) -> None:
     """Run the command: transcribe all files, and exit with 1 if one of them failed."""
-    _check_usage(arguments)
+    found = FoundSounds() if arguments.live else find_sounds(arguments.words)
+    _check_usage(arguments, found.sounds)
     if arguments.live:
         _run_live(arguments)
         return
     params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
-    sounds, problems = [], []
-    for name in dict.fromkeys(arguments.words):  # a file that is given twice is transcribed once
-        sound = SoundFile(name)
-        if problem := sound.find_problem():
-            problems.append(f"sensorium: {name}: {problem}")
-        else:
-            sounds.append(sound)
-    print(*problems, sep="\n", end="\n" * bool(problems), file=sys.stderr)
+    sounds, problems = found.sounds, found.problems
+    for line in (*found.notes, *problems):
+        print(f"sensorium: {line}", file=sys.stderr)
     num_failed = len(problems)
     if sounds:
         is_headed = len(sounds) + len(problems) > 1
@@ -188,7 +191,7 @@ def _transcribe(arguments: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _check_usage(arguments: argparse.Namespace) -> None:
+def _check_usage(arguments: argparse.Namespace, sounds: Sequence[SoundFile]) -> None:
     """End the process with the usage and an error if flags don't go together."""
     names, form = list(dict.fromkeys(arguments.words)), arguments.format
     if not names:
@@ -196,14 +199,16 @@ def _check_usage(arguments: argparse.Namespace) -> None:
     _check_live_usage(arguments, names)
     if arguments.word_timestamps and form != "verbose_json":
         arguments.refuse("--word-timestamps needs --format verbose_json")
-    if arguments.output_dir is None and len(names) > 1 and form != "text":
+    num_files = max(len(names), len(sounds))
+    if arguments.output_dir is None and num_files > 1 and form != "text":
         arguments.refuse(f"several files in the format {form} need --output-dir")
     if arguments.output_dir is not None:
         targets: dict[str, str] = {}  # name of the transcript's file -> the file it is of
-        for name in names:
-            other = targets.setdefault(SoundFile(name).get_target(form), name)
-            if other != name:
-                arguments.refuse(f"{other} and {name} would be written to the same file")
+        named = (SoundFile(name) for name in names if not os.path.isdir(name))
+        for sound in {sound.name: sound for sound in (*named, *sounds)}.values():
+            other = targets.setdefault(sound.get_target(form), sound.name)
+            if other != sound.name:
+                arguments.refuse(f"{other} and {sound.name} would be written to the same file")
     if arguments.url is not None:
         _check_server_usage(arguments)
     elif arguments.api_key is not None:
@@ -316,7 +321,7 @@ def _run_live(arguments: argparse.Namespace) -> None:
     chosen = {name: getattr(arguments, name) for name in names}
     client = LiveClient(
         arguments.url,
-        key=arguments.api_key or os.environ.get(_KEY_VARIABLE),
+        key=get_client_key(arguments.api_key, _KEY_VARIABLE),
         fields={name: value for name, value in chosen.items() if value is not None},
     )
     if sys.stdin is None:  # it was closed
@@ -342,7 +347,7 @@ def _run_server(
     }
     client = SpeechClient(
         arguments.url,
-        key=arguments.api_key or os.environ.get(_KEY_VARIABLE),
+        key=get_client_key(arguments.api_key, _KEY_VARIABLE),
         task=arguments.task,
         fields={name: value for name, value in fields.items() if value is not None},
     )

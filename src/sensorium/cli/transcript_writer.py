@@ -8,7 +8,6 @@ them. Elsewhere the text is the same as in the server's format "text".
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,9 +32,13 @@ _EXTENSIONS: dict[SpeechFormat, str] = {
 
 @dataclass(frozen=True, slots=True)
 class SoundFile:
-    """A sound as the command line names it: a file, an address, or `-` for stdin."""
+    """A sound as the command line names it: a file, an address, or `-` for stdin.
+
+    A file may also have been found below a directory, the `folder`.
+    """
 
     name: str
+    folder: str = ""  # empty: it was named itself
 
     def find_problem(self) -> str:
         """Return why the file can't be read, or an empty text if it probably can.
@@ -45,12 +48,10 @@ class SoundFile:
         if self.name == _STDIN or is_address(self.name):
             return ""
         try:
-            is_folder = stat.S_ISDIR(os.stat(self.name).st_mode)
+            os.stat(self.name)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             return f"can't be read: {reason}"
-        if is_folder:
-            return "can't be read: it is a directory (a model is named with --model)"
         return "" if os.access(self.name, os.R_OK) else "can't be read: Permission denied"
 
     def get_source(self) -> Path | str | bytes:
@@ -60,7 +61,13 @@ class SoundFile:
         return self.name if is_address(self.name) else Path(self.name)
 
     def get_target(self, form: SpeechFormat) -> str:
-        """Return the name of the file for the transcript: `talk.srt` for `talk.mp3`."""
+        """Return the name of the file for the transcript: `talk.srt` for `talk.mp3`.
+
+        A file that was found has the same place below its directory: `day/talk.srt`.
+        """
+        if self.folder:
+            path = Path(self.name).relative_to(self.folder)
+            return str(path.with_suffix(f".{_EXTENSIONS[form]}"))
         stem = "stdin" if self.name == _STDIN else Path(self.name).stem
         return f"{stem}.{_EXTENSIONS[form]}"
 
@@ -127,6 +134,7 @@ class TranscriptWriter:
         """Write a transcript to its file, and return why that failed, or an empty text."""
         path = directory / self._sounds[index].get_target(self._form)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
         except OSError as error:
             return f"{path} can't be written: {error.strerror}"

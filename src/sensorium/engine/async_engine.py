@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
@@ -23,12 +24,14 @@ from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.preparation import BeginPerceiving, Preparation
 from sensorium.engine.inputs.renderer import AnyPrompt, Renderer
+from sensorium.engine.inputs.warmup import TEXT, Dummy
 from sensorium.engine.sound_request import SoundRequest
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
     CapacityError,
     EngineLostError,
     InvariantError,
+    ModelError,
     SensoriumError,
     StoppingError,
 )
@@ -162,6 +165,33 @@ class AsyncEngine:
         if isinstance(self._sender, MirrorSender) and not self._is_flushing:
             self._is_flushing = True
             self._spawn(self._flush_evictions(self._sender))
+
+    async def rehearse(self, dummies: Sequence[Dummy]) -> None:
+        """Let the core compute dummy requests, so that the first requests find the model warm.
+
+        They leave no trace, here or in the core. A modality whose dummy fails in the model is
+        switched off. Nothing more is computed if the core is lost. Raise a `ModelError` if not even
+        text can be computed.
+        """
+        started, subjects = time.monotonic(), []
+        for dummy in dummies:
+            subject = dummy.subject
+            if self._client is None or subject in self.switched_off:
+                continue
+            try:
+                error = await self._client.rehearse(subject, dummy.request, dummy.transfer)
+            except EngineLostError:
+                return
+            if error is None:
+                subjects.append(subject)
+            elif subject == TEXT:
+                raise ModelError(f"the model can't even compute a prompt of text: {error}")
+            else:
+                reason = f"the model could not compute a small {subject} at start: {error}"
+                self._inputs.switched_off.add(subject, reason)
+        if subjects:
+            elapsed_s = time.monotonic() - started
+            logger.info("Model warmup completed in %.3fs (%s)", elapsed_s, ", ".join(subjects))
 
     def run_alone(self, info: CoreInfo) -> None:
         """Use this frontend without a core: requests can be rendered, but never run.

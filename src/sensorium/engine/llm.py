@@ -20,6 +20,7 @@ from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaO
 from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
 from sensorium.engine.failures import make_failure, raise_first_error
 from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.own_files import find_paths
 from sensorium.engine.inputs.renderer import (
     Chat,
     ChatKwargs,
@@ -146,9 +147,9 @@ class LLM:
 
         Messages have OpenAI's format: `{"role": "user", "content": "text"}`. The content may also
         be a list of parts: `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url":
-        {"url": ...}}`, `{"type": "image", "image": <PIL image, array, bytes or URL>}` and the same
-        for audio and video (also `input_audio`). A media part may have a `uuid`; a later part may
-        give the `uuid` alone instead of the media. `options` are those of
+        {"url": ...}}`, `{"type": "image", "image": <PIL image, array, bytes, path or URL>}` and the
+        same for audio and video (also `input_audio`). A media part may have a `uuid`; a later part
+        may give the `uuid` alone instead of the media. `options` are those of
         `sensorium.engine.inputs.renderer.ChatKwargs`. Errors are handled as in `generate`.
         """
         chats = make_chats(messages, options)
@@ -287,7 +288,7 @@ class LLM:
 
         return partial(
             self.renderer.render,
-            prompt,
+            find_paths(prompt),
             params,
             request_id=request_id,
             seed=seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,7 +55,7 @@ class LoadedMedia:
     fetch_s: float  # the seconds of loading, from when this item's turn came
 
 
-_ENCODED = (str, bytes, bytearray, memoryview, MediaBytes)
+_ENCODED = (str, bytes, bytearray, memoryview, MediaBytes, os.PathLike)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class MediaItem:
     path: FieldPath  # the field of the request that has the item, for errors
     modality: str
     # A URL (`data:`, `http:`, `https:`, `file:`), a file's bytes, or a PIL image, array or tensor.
+    # A path object is a file of a caller in this process. It never comes from a client.
     # None: the caller sent only a `uuid`, and expects the item to be in a cache.
     media: Any
     uuid: str | None = None

@@ -190,8 +190,10 @@ def _get_media(kind: str, part: Mapping[str, Any]) -> tuple[str, object]:
     for name in (kind, modality, "url"):
         if part.get(name) is not None:
             value = part[name]
-            return modality, _make_file_url(value) if isinstance(value, os.PathLike) else value
-    if part.get("path") is not None:
+            return modality, value
+    if isinstance(path := part.get("path"), os.PathLike):
+        return modality, path
+    if path is not None:
         return modality, _make_file_url(_get_string(part, "path"))
     if part.get("base64") is not None:
         return modality, _decode(part, "base64")
@@ -244,12 +246,11 @@ def _decode_base64(text: str) -> bytes:
         raise RequestError("is not valid base64") from error
 
 
-def _make_file_url(path: str | os.PathLike[str]) -> str:
+def _make_file_url(text: str) -> str:
     """Return the `file:` URL of a path.
 
     Whether the server may read the file is checked later, when it is fetched.
     """
-    text = os.fspath(path)
     try:
         return text if text.startswith("file:") else Path(text).absolute().as_uri()
     except UnicodeEncodeError as error:

@@ -29,7 +29,11 @@ from sensorium.server.http.app import make_app
 from sensorium.server.http.middleware import HEADER
 from sensorium.server.logs import ACCESS_LOGGER, set_up_logging
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.frontend_app import SyncBeforeEnd, build_frontend_app
+from sensorium.server.processes.frontend_app import (
+    SyncBeforeEnd,
+    build_frontend_app,
+    finish_warm_up,
+)
 from sensorium.speech.live.session import LiveSource
 from sensorium.types.errors import InvariantError
 
@@ -68,7 +72,9 @@ class Frontend:
         if not isinstance(app.engine, ClusterEngine):
             raise InvariantError("the frontend of a cluster has another engine")
         self._engine, self._perception, self._parts = app.engine, app.perception, app
-        if self._perception.pool is not None:
+        if options.warmup:
+            await finish_warm_up(app, has_core=False)
+        elif self._perception.pool is not None:
             self._perception.pool.start()
         self._peers = Replicas(serve.get_deployment_handle(NAME, context.app_name))
         called = Engines(engines, count_retry=self._metrics.count_retry)

@@ -34,7 +34,11 @@ from sensorium.server.logs import set_up_logging
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.shared_files import Files, get_directory
 from sensorium.server.options import ServeOptions
-from sensorium.server.processes.frontend_app import FrontendApp, build_frontend_app
+from sensorium.server.processes.frontend_app import (
+    FrontendApp,
+    build_frontend_app,
+    finish_warm_up,
+)
 from sensorium.speech.transcript import Segment
 from sensorium.types.errors import (
     CapacityError,
@@ -86,6 +90,8 @@ class EngineReplica:
             self._metrics = FrontendMetrics(options.model_names[0])
             self._info = await self._host.wait_until_ready()
             await self._engine.connect(self._info)
+            if options.warmup:
+                await finish_warm_up(self._app)
         except BaseException:
             await self._host.close()
             raise

@@ -20,6 +20,7 @@ from sensorium.utils.process import reporting_steps, without_collection
 logger = logging.getLogger(__name__)
 _GRACE_S = 20.0  # for items that are being encoded when the encoder is stopped
 _LOOK_S = 1.0
+_POOL_LOOK_S = 0.02
 
 
 class EncoderFailedError(SensoriumError):
@@ -65,6 +66,8 @@ def run_encoder(options: EncoderProcessOptions) -> None:
             pool = encoder.frontend.perception.pool
             if pool is not None:
                 pool.start()
+                while not pool.is_complete and not stop.wait(_POOL_LOOK_S):
+                    pass
             rows = _describe(options, str(encoder.adapter.device), encoder.identity.dtype)
             text = "the encoder is ready" if has_json else format_rows(rows)
             announce(text, has_json, {"encoder": dict(rows)})

@@ -59,11 +59,22 @@ class ServeOptions:
         (),
         kind="texts",
         metavar="KEY",
-        default_text="no key is needed",
-        help="A key that requests must bring.",
+        default_text="$SENSORIUM_API_KEY; else no key is needed",
+        is_secret=True,
+        help="A key that requests must bring. Every user of the machine can read it in the list of "
+        "processes: a file or the variable SENSORIUM_API_KEY hides it.",
+    )
+    api_key_file: str | None = _option(
+        None,
+        kind="text",
+        metavar="PATH",
+        default_text="none",
+        help="A file with such keys, one in a line.",
     )
     warmup: bool = _option(
-        True, help="Process a small item of each modality before the first request."
+        True,
+        help="Process a small item of each modality, let the model compute it, and start the "
+        "processes for media before the server is ready.",
     )
     protect_metrics: bool = _option(False, help="Ask for the key at /metrics too.")
     shutdown_timeout: float = _seconds(

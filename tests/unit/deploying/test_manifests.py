@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from sensorium.cli.deploy import make_config, parse_arguments
+from sensorium.cli.keys import VARIABLE
 from sensorium.cli.serve import make_options
 from sensorium.scale.options import ScaleOptions
 from sensorium.server.options import ServeOptions
@@ -57,13 +58,11 @@ def test_the_arguments_of_the_pod_are_accepted_and_it_listens_for_others() -> No
     assert get_instruction("EXPOSE") == str(options.port)
 
 
-def test_the_key_comes_from_the_secret_and_stands_nowhere_in_the_file() -> None:
-    (key,) = get_options().api_key
-    (name,) = list_references(key)
-    assert key == f"$({name})"
+def test_the_key_comes_from_the_secret_and_stands_in_no_command_line() -> None:
+    assert get_options().api_key == ()
     variables = {each["name"]: each for each in SERVER["env"]}
-    assert list_references(SERVER["args"]) <= set(variables)
-    assert "secretKeyRef" in variables[name]["valueFrom"]
+    assert list_references(SERVER["args"]) == set()
+    assert "secretKeyRef" in variables[VARIABLE]["valueFrom"]
 
 
 @pytest.mark.parametrize(

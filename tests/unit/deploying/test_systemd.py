@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sensorium.cli.keys import VARIABLE
 from sensorium.server.options import ServeOptions
 from tests.unit.deploying.reading import DEPLOY, expand, parse_serve, read_settings
 
@@ -43,11 +44,16 @@ def test_the_example_of_settings_is_accepted() -> None:
     assert str(options.media.mm_disk_cache).startswith(f"{cache}/")  # elsewhere it can't write
 
 
-def test_what_the_example_leaves_out_is_accepted_too_and_is_stronger_than_the_unit() -> None:
-    lines = EXAMPLE.read_text().splitlines()
-    (flags,) = [line[2:].partition("=")[2] for line in lines if line.startswith("# SENSORIUM_F")]
-    options = parse(get_defaults() | {"SENSORIUM_FLAGS": flags})
+def test_what_the_example_leaves_out_is_accepted_too_and_is_stronger_than_the_unit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = [line[2:] for line in EXAMPLE.read_text().splitlines() if line[:4] == "# SE"]
+    given = {name: value for name, _, value in (line.partition("=") for line in lines)}
+    assert set(given) == {"SENSORIUM_FLAGS", VARIABLE}
+    monkeypatch.setenv(VARIABLE, given.pop(VARIABLE))
+    options = parse(get_defaults() | given)
     assert (options.host, options.api_key) == ("0.0.0.0", ("SECRET",))
+    assert "SECRET" not in expand(SETTINGS["ExecStart"][0], get_defaults() | given)
 
 
 def test_a_stop_reaches_the_parent_alone_and_waits_for_requests() -> None:

@@ -19,7 +19,7 @@ import zmq
 import zmq.asyncio
 
 from sensorium.engine.core_process import core_messages as messages
-from sensorium.types.errors import EngineLostError
+from sensorium.types.errors import EngineLostError, SensoriumError
 from sensorium.types.multimodal import MirrorUpdate, MissingItems, Transfer
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 
@@ -48,6 +48,7 @@ class CoreClient:
         self._on_missing = on_missing
         self._on_forget = on_forget
         self._answers: dict[str, asyncio.Future[MissingItems | None]] = {}
+        self._rehearsals: dict[str, asyncio.Future[SensoriumError | None]] = {}  # by subject
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._numbers = count()
         self._context = zmq.asyncio.Context()
@@ -91,6 +92,20 @@ class CoreClient:
         message = messages.AppendSound(request_id, len(features), is_last)
         self._send(message, np.ascontiguousarray(features))
 
+    async def rehearse(
+        self, subject: str, request: EngineCoreRequest, transfer: Transfer
+    ) -> SensoriumError | None:
+        """Let the core compute a dummy request without keeping anything of it; return its error.
+
+        The error is `None` if the request went well, or if the core had no need of it. There may
+        be one rehearsal of a subject (a modality, or "text") at a time.
+        """
+        message, frames = messages.encode_transfer(request, transfer)
+        done: asyncio.Future[SensoriumError | None] = asyncio.get_running_loop().create_future()
+        self._rehearsals[subject] = done
+        self._send(messages.Rehearse(subject, message), messages.encode_request(request), *frames)
+        return await done
+
     def update_cache(self, update: MirrorUpdate) -> None:
         self._send(messages.UpdateCache(update))
 
@@ -102,12 +117,17 @@ class CoreClient:
 
     def close(self, reason: str) -> None:
         self._reader.cancel()
-        waiting: list[asyncio.Future[Any]] = [*self._answers.values(), *self._resets.values()]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._answers.values(),
+            *self._rehearsals.values(),
+            *self._resets.values(),
+        ]
         for future in waiting:
             if not future.done():
                 future.set_exception(EngineLostError(reason))
                 future.exception()  # marks it as read, because no caller may be left to do so
         self._answers.clear()
+        self._rehearsals.clear()
         self._resets.clear()
         self._socket.close()
         self._context.term()
@@ -134,6 +154,11 @@ class CoreClient:
                 self._take_answer(answer)
             if message.outputs:
                 self._on_outputs(message.outputs)
+        elif isinstance(message, messages.Rehearsed):
+            error = None if message.error is None else message.error.make_error()
+            done = self._rehearsals.pop(message.subject)
+            if not done.done():  # its caller is gone
+                done.set_result(error)
         elif isinstance(message, messages.ResetDone):
             self._resets.pop(message.number).set_result(None)
         elif isinstance(message, messages.ForgetMedia):

@@ -19,16 +19,18 @@ from sensorium.engine.core_process import core_messages as messages
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.types.errors import (
     CapacityError,
+    ErrorRecord,
     FailedRequestError,
     InvariantError,
     RequestError,
     make_record,
 )
 from sensorium.types.multimodal import Transfer
-from sensorium.types.request import EngineCoreOutput
+from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
 
 logger = logging.getLogger(__name__)
 OnStep = Callable[[EngineCore, Sequence[EngineCoreOutput]], None]
+Rehearse = Callable[[EngineCoreRequest, Transfer], ErrorRecord | None]
 _MAX_MESSAGES = 64  # between two steps, so that many new requests don't stop the running ones
 # After so many failed steps in a row the process ends: if the device has failed, every later step
 # fails too, but a new process may work again.
@@ -39,7 +41,8 @@ _IDLE_S = 1.0
 class CoreLoop:
     """The loop of the core's process: receive messages, compute a step, send the outputs.
 
-    `endpoint` is the ZeroMQ address to listen on. `on_step` is called in every round with the core
+    `endpoint` is the ZeroMQ address to listen on. `rehearse` computes a dummy request and returns
+    its error; with `None` none are computed. `on_step` is called in every round with the core
     and the step's outputs, before these are sent. `on_progress` is called in the loop's thread
     after each message and before each step, at least every `idle_s` seconds while the core is idle.
     """
@@ -49,11 +52,14 @@ class CoreLoop:
         core: EngineCore,
         endpoint: str,
         *,
+        rehearse: Rehearse | None = None,
         on_step: OnStep = lambda *_: None,
         on_progress: Callable[[], None] = lambda: None,
         idle_s: float = _IDLE_S,
     ) -> None:
         self._core = core
+        self._rehearse = rehearse
+        self._rehearsed: dict[str, ErrorRecord | None] = {}  # subject -> how its rehearsal ended
         self._on_step = on_step
         self._on_progress = on_progress
         self._idle_ms = max(1, round(1000 * idle_s))
@@ -163,6 +169,8 @@ class CoreLoop:
             self._ended += ended
         elif isinstance(message, messages.Abort):
             self._abort(message.request_ids)
+        elif isinstance(message, messages.Rehearse):
+            self._send(frontend, self._answer_rehearsal(message, rest))
         elif isinstance(message, messages.UpdateCache):
             self._core.payloads.receiver.receive((), Transfer(update=message.update))
         elif isinstance(message, messages.ResetCache):
@@ -184,6 +192,21 @@ class CoreLoop:
         if missing is None:
             self._owners[request_id] = frontend
         return messages.Answer(request_id, missing=missing)
+
+    def _answer_rehearsal(
+        self, message: messages.Rehearse, rest: list[memoryview]
+    ) -> messages.Rehearsed:
+        """Compute a dummy request, unless another frontend has sent one, and return the answer.
+
+        While there are real requests none is computed, because they would wait, and do its work.
+        """
+        subject = message.subject
+        if self._rehearse is not None and subject not in self._rehearsed:
+            if self._core.has_requests:
+                return messages.Rehearsed(subject)
+            request, transfer = messages.decode_request(message.request, rest[0], rest[1:])
+            self._rehearsed[subject] = self._rehearse(request, transfer)
+        return messages.Rehearsed(subject, self._rehearsed.get(subject))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests in the core. Their frontends get no further outputs for them."""

@@ -92,6 +92,16 @@ class AppendSound(msgspec.Struct, frozen=True, tag=True):
     is_last: bool = False
 
 
+class Rehearse(msgspec.Struct, frozen=True, tag=True):
+    """A message to the core to compute a dummy request that leaves no trace, before any other.
+
+    The frames of an `AddRequest` follow. The core answers with `Rehearsed`.
+    """
+
+    subject: str  # a modality, or "text"
+    request: AddRequest
+
+
 class UpdateCache(msgspec.Struct, frozen=True, tag=True):
     """A message to the core that lists media items to evict from its cache.
 
@@ -111,7 +121,7 @@ class ResetCache(msgspec.Struct, frozen=True, tag=True):
     level: str  # "mm", "encoder" or "prefix"
 
 
-ToCore = Hello | AddRequest | AppendSound | Abort | UpdateCache | ResetCache
+ToCore = Hello | AddRequest | AppendSound | Abort | Rehearse | UpdateCache | ResetCache
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -152,7 +162,17 @@ class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
     """
 
 
-FromCore = CoreOutputs | ResetDone | ForgetMedia
+class Rehearsed(msgspec.Struct, frozen=True, tag=True):
+    """A message to a frontend that the core has computed the dummy request of its `Rehearse`.
+
+    `error` is `None` if the request went well, or if the core had no need of it.
+    """
+
+    subject: str  # that of the `Rehearse`
+    error: ErrorRecord | None = None
+
+
+FromCore = CoreOutputs | Rehearsed | ResetDone | ForgetMedia
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(EngineCoreRequest)

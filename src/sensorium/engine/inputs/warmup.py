@@ -12,38 +12,60 @@ import base64
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from sensorium.engine.inputs.input_processor import InputProcessor
+from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.engine.inputs.renderer import Chat, Renderer
 from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
 from sensorium.render.messages import ChatOptions
 from sensorium.types.errors import CapacityError, ModelError
-from sensorium.types.request import Prompt
+from sensorium.types.multimodal import Transfer
+from sensorium.types.request import EngineCoreRequest, Prompt
 from sensorium.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 _WORDS = "Hello"
+TEXT = "text"  # the subject of a dummy without media
+_PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)  # a prompt, and two steps of one token
 _TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/wav"}
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
-def warm_up(renderer: Renderer) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dummy:
+    """A dummy request that is ready for the core, with its media beside it."""
+
+    subject: str  # a modality, or "text"
+    request: EngineCoreRequest
+    transfer: Transfer
+
+    @staticmethod
+    def make(subject: str, processed: ProcessedRequest) -> Dummy:
+        """Return a dummy of a prompt that was prepared without the core's cache."""
+        tensors = {item.handle.mm_hash: item.handle.kwargs or {} for item in processed.items}
+        request = replace(processed.request, request_id=f"warmup-{subject}")
+        return Dummy(subject=subject, request=request, transfer=Transfer(payloads=tensors))
+
+
+def warm_up(renderer: Renderer) -> list[Dummy]:
     """Render and prepare a dummy prompt of text and of each modality before the first request.
 
     This does the slow work of a first request, and changes no cache or counter that requests use. A
     modality that can't be prepared is switched off. Raise a `ModelError` only if not even text can
-    be prepared; any other failure is a warning in the log.
+    be prepared; any other failure is a warning in the log. Return what was prepared, for
+    `AsyncEngine.rehearse`.
     """
+    dummies: dict[str, Dummy] = {}
     try:
         with renderer.for_warmup() as for_warmup:
             has_chat = renderer.inputs.processor.beside is None
             has_template = has_chat and _warm_up_template(renderer)
-            _PromptWarmup(for_warmup, renderer.inputs, has_template=has_template).run()
+            _PromptWarmup(for_warmup, renderer.inputs, dummies, has_template=has_template).run()
     except ModelError:
         raise
     except Exception:  # a server must not depend on its warm-up
         logger.warning("Warmup failed, so the first requests may be slow", exc_info=True)
+    return [d for d in dummies.values() if d.subject not in renderer.inputs.switched_off.reasons]
 
 
 def _warm_up_template(renderer: Renderer) -> bool:
@@ -63,13 +85,21 @@ class _PromptWarmup:
     """The part of the warm-up that prepares dummy prompts.
 
     `renderer` is a copy with caches of its own. `inputs` is the input processor that will serve
-    requests, in which failing modalities are switched off. With `has_template`, the dummy prompts
-    are conversations.
+    requests, in which failing modalities are switched off. What was prepared is put into `dummies`
+    by its subject. With `has_template`, the dummy prompts are conversations.
     """
 
-    def __init__(self, renderer: Renderer, inputs: InputProcessor, *, has_template: bool) -> None:
+    def __init__(
+        self,
+        renderer: Renderer,
+        inputs: InputProcessor,
+        dummies: dict[str, Dummy],
+        *,
+        has_template: bool,
+    ) -> None:
         self._renderer = renderer
         self._inputs = inputs
+        self._dummies = dummies
         self._has_template = has_template
 
     def run(self) -> None:
@@ -88,11 +118,11 @@ class _PromptWarmup:
 
     def _warm_up_text(self) -> None:
         try:
-            self._render(self._make_prompt(None))
+            self._render(self._make_prompt(None), TEXT)
         except Exception:  # perhaps only conversations fail, so text is tried alone
             logger.warning("Text warmup failed, trying it without a template", exc_info=True)
             try:
-                self._render({"prompt": _WORDS})
+                self._render({"prompt": _WORDS}, TEXT)
             except Exception as error:  # a tokenizer may raise anything
                 raise ModelError(f"not even a prompt of text can be prepared: {error}") from error
 
@@ -111,7 +141,7 @@ class _PromptWarmup:
         A failure is logged. If it would happen with every item, the modality is switched off.
         """
         try:
-            self._render(self._make_prompt(modality), skip_mm_cache=skip_mm_cache)
+            self._render(self._make_prompt(modality), modality, skip_mm_cache=skip_mm_cache)
         except Exception as error:  # a processor may raise anything
             logger.debug("%s warmup failed for %s", name, modality, exc_info=True)
             if self._is_worth_trying(modality, error, skip_mm_cache=skip_mm_cache):
@@ -134,7 +164,7 @@ class _PromptWarmup:
         if not self._has_template:
             return False
         try:
-            self._render(self._make_plain_prompt(modality), skip_mm_cache=skip_mm_cache)
+            self._render(self._make_plain_prompt(modality), modality, skip_mm_cache=skip_mm_cache)
         except Exception:  # a processor may raise anything; the first reason is reported
             return False
         return True
@@ -153,17 +183,20 @@ class _PromptWarmup:
         return {"prompt": _WORDS} if modality is None else self._make_plain_prompt(modality)
 
     def _make_plain_prompt(self, modality: str) -> Prompt:
-        marker = self._inputs.processor.markers.get(modality, "")
-        media = {modality: [_make_url(modality)]}
-        return {"prompt": f"{marker}{_WORDS}", "multi_modal_data": media}
+        processor, media = self._inputs.processor, {modality: [_make_url(modality)]}
+        if processor.beside is not None:  # then a prompt without words is what models begin with
+            return {"prompt": "", "multi_modal_data": media}
+        return {
+            "prompt": f"{processor.markers.get(modality, '')}{_WORDS}",
+            "multi_modal_data": media,
+        }
 
-    def _render(self, prompt: Prompt | Chat, *, skip_mm_cache: bool = True) -> None:
+    def _render(self, prompt: Prompt | Chat, subject: str, *, skip_mm_cache: bool = True) -> None:
         """Prepare a request for a prompt, and decode its token ids to warm up the tokenizer too."""
-        prepared = self._renderer.render(
-            prompt, SamplingParams(), seed=0, skip_mm_cache=skip_mm_cache
-        )
+        prepared = self._renderer.render(prompt, _PARAMS, seed=0, skip_mm_cache=skip_mm_cache)
         tokenizer = self._inputs.processor.tokenizer
         tokenizer.decode(list(prepared.processed.request.prompt_token_ids))
+        self._dummies[subject] = Dummy.make(subject, prepared.processed)
 
 
 def _make_url(modality: str) -> str:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from sensorium.multimodal.fetching.http_client import Connect, Fetcher
 
-MediaSource = bytes | bytearray | memoryview | str
+MediaSource = bytes | bytearray | memoryview | str | os.PathLike[str]
 _CLOSED = "media can't be loaded: the server is stopping"
 _NUM_FILE_THREADS = 16
 
@@ -208,8 +208,8 @@ class MediaLoader:
             loaded = LoadedMedia(outcome=outcome, fetch_s=loaded.fetch_s)
         if isinstance(outcome, MediaBytes):
             kind: SourceKind = "bytes"
-            if isinstance(source, str):
-                kind = _KINDS[_get_scheme(source)]
+            if isinstance(source, str | os.PathLike):
+                kind = _KINDS[_get_scheme(source)] if isinstance(source, str) else "file"
             self._counters.add_loaded(kind, len(outcome.data))
         else:
             reason = outcome.reason if isinstance(outcome, RefusedMediaError) else "malformed"
@@ -229,6 +229,8 @@ class MediaLoader:
                 "media URLs start with data:, http:, https: or file: (instead of a path, give the "
                 "file's bytes, or a file: URL below allowed_local_media_path)"
             )
+        if isinstance(source, os.PathLike):
+            return _read_own_file(source, limits.max_bytes)
         if not isinstance(source, bytes | bytearray | memoryview):
             raise RequestError(f"media must be bytes or a URL, not {type(source).__name__}")
         refuse_above(limits.max_bytes, memoryview(source).nbytes)
@@ -336,6 +338,7 @@ def _normalise(payload: str) -> bytes:
 
 
 _MAX_CHARACTERS = 16 * 1024  # a path of PATH_MAX bytes, percent-encoded
+_MAX_SHOWN = 200  # of the characters of a path, which may be a whole file in base64 by mistake
 _OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
@@ -394,6 +397,21 @@ def _open_below(allowed_path: Path, path: str) -> int:
         return os.open(name, _OPEN_FLAGS, dir_fd=parent)
     finally:
         os.close(parent)
+
+
+def _read_own_file(path: os.PathLike[str], max_bytes: int) -> bytes:
+    """Return the content of a file that a caller in this process names by a path object."""
+    name = os.fspath(path)
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return _read_regular(descriptor, max_bytes)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or "it is no regular file"
+        shown = f"{name!r}" if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]!r}..."
+        raise RequestError(f"the file {shown} can't be read: {reason}") from None
 
 
 def _read_regular(descriptor: int, max_bytes: int) -> bytes:

@@ -76,6 +76,11 @@ class Slot:
         self.is_running = False  # its worker runs a job
         self.thread = threading.Thread(target=self._work, name="sensorium-pool", daemon=True)
 
+    @property
+    def has_given_up(self) -> bool:
+        """Return whether starts have failed so often that a worker is only started for a job."""
+        return self._num_failed_starts >= _MAX_START_TRIES
+
     def _work(self) -> None:
         try:
             self._let_the_first_start()
@@ -111,7 +116,7 @@ class Slot:
 
         After `_MAX_START_TRIES` failed starts, a worker is started only if jobs are waiting.
         """
-        if self._num_failed_starts >= _MAX_START_TRIES and not len(self._queue):
+        if self.has_given_up and not len(self._queue):
             return False
         self._queue.wait_until_closed(self._not_before - time.monotonic())
         return not self._queue.is_closed and time.monotonic() >= self._not_before
@@ -136,9 +141,7 @@ class Slot:
         _logger.warning("a worker process for media did not start; trying again: %s", reason)
         pause_s = min(_FIRST_PAUSE_S * 2.0**self._num_failed_starts, _MAX_PAUSE_S)
         self._not_before = time.monotonic() + pause_s
-        if self._num_failed_starts >= _MAX_START_TRIES and not any(
-            slot.is_ready for slot in self._slots
-        ):
+        if self.has_given_up and not any(slot.is_ready for slot in self._slots):
             self._not_before = time.monotonic() + _MAX_PAUSE_S
             self._queue.refuse(
                 f"media can't be processed, because no worker can start: {reason}", _MAX_PAUSE_S
@@ -352,6 +355,15 @@ class ProcessPool:
         queue = self._queue
         is_settled = any(slot.was_ready for slot in self._slots) or queue.was_refused
         return not is_settled and not queue.is_closed
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether each worker process has been ready once, or can't be started.
+
+        It is True of a pool that is closed, too. A server that is to be warm waits for it.
+        """
+        is_settled = all(slot.was_ready or slot.has_given_up for slot in self._slots)
+        return is_settled or self._queue.is_closed
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Start the worker processes, and return True when all of them are ready.

@@ -81,6 +81,7 @@ class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     counts_fd: int
     socket_dir: str
     shm_fd: int | None = None
+    is_restart: bool = False  # it replaces a frontend that has ended
 
 
 class CoreUp(msgspec.Struct, frozen=True, tag=True):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from sensorium.engine.build.builder import Core, build_core, try_core, use_tiers
+from sensorium.engine.build.config import make_scheduler
 from sensorium.engine.build.frontend import (
     Checkpoint,
     build_caches,
@@ -18,6 +19,7 @@ from sensorium.engine.build.options import LoadingOptions
 from sensorium.engine.build.tiers import build_tiers
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
+from sensorium.engine.core_process.rehearsal import Rehearsal
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
@@ -86,7 +88,13 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
     write_as(CORE)
     metrics = CoreMetrics(start.options.model_names[0])
     metrics.sync(built.core)
-    make_loop = partial(CoreLoop, built.core, start.endpoint, on_step=metrics.on_step)
+    # A core that replaces another is warmed by the requests that wait for it.
+    rehearse = (
+        None if start.life > 1 else Rehearsal(built.core, partial(make_scheduler, built.config))
+    )
+    make_loop = partial(
+        CoreLoop, built.core, start.endpoint, rehearse=rehearse, on_step=metrics.on_step
+    )
     if start.pulse_fd is None:
         return make_loop()
     pulse = Pulse.attach(start.pulse_fd)

@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ from sensorium.engine.build.options import MediaOptions
 from sensorium.engine.build.tiers import build_tiers
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
-from sensorium.engine.inputs.warmup import warm_up
+from sensorium.engine.inputs.warmup import Dummy, warm_up
 from sensorium.engine.speech.live import TurnSource
 from sensorium.engine.speech.live_streams import StreamSource
 from sensorium.engine.speech.models import SpeechModel, read_speech_model
@@ -52,7 +52,7 @@ from sensorium.server.http.app import make_app
 from sensorium.server.http.connections import RealtimeProtocol, make_http_protocol
 from sensorium.server.http.middleware import RequestCount
 from sensorium.server.http.protocol.requests import ChatCompletionRequest, CompletionRequest
-from sensorium.server.logs import adopt_library_logs
+from sensorium.server.logs import adopt_library_logs, log_step
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.shared_files import get_frontend_name, write_as
 from sensorium.server.options import MAX_FRONTENDS, ServeOptions
@@ -75,6 +75,7 @@ from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step
 
 _SYNC_S = 1.0
+_POOL_LOOK_S = 0.02
 _BACKLOG = 2048
 _REFUSING_S = 10  # for errors to clients that are still waiting at the end of a shutdown
 # Longer than clients keep connections that they don't use. Otherwise a connection may be closed
@@ -100,6 +101,7 @@ class FrontendApp:
     info: CoreInfo | None  # stands for that of a core, if the server has none
     speech: SpeechModel[Any] | None  # None: the model is no speech model
     has_chat: bool
+    dummies: Sequence[Dummy] = ()  # for the warm-up of the model; none without a warm-up
 
 
 def build_frontend_app(
@@ -142,8 +144,7 @@ def build_frontend_app(
     answers = _make_answer_format(
         options, frontend.processor, template, max_string_length=string_limit
     )
-    if options.warmup:
-        _warm_up(engine)
+    dummies = _warm_up(engine) if options.warmup else []
     pool = frontend.perception.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
@@ -154,6 +155,7 @@ def build_frontend_app(
         info=info,
         speech=read_speech_model(frontend, chat_template=template),
         has_chat=can_chat(frontend.processor.beside),
+        dummies=dummies,
     )
 
 
@@ -176,13 +178,35 @@ def _open_caches(media: MediaOptions, shm_fd: int | None) -> Caches:
     return build_caches(media, None if shm_fd is None else ShmStore.attach(shm_fd))
 
 
-def _warm_up(engine: AsyncEngine) -> None:
+def _warm_up(engine: AsyncEngine) -> list[Dummy]:
     """Prepare for the first requests, before the pool starts, so that this process is warm."""
     report_step("warming up")
-    warm_up(engine.renderer)
+    dummies = warm_up(engine.renderer)
     # The first check of each kind of request prepares for those after it.
     check({"messages": []}, ChatCompletionRequest)
     check({"prompt": ""}, CompletionRequest)
+    return dummies
+
+
+async def finish_warm_up(
+    app: FrontendApp, *, has_core: bool = True, waits_for_pool: bool = True
+) -> None:
+    """Warm up what a frontend uses in other processes: the model, and the processes for media.
+
+    The core must be connected if there is one. This returns when the core has computed a dummy of
+    each modality, and all processes of the pool are ready, or can't be started. Raises a
+    `ModelError` if not even text can be computed.
+    """
+    pool = app.perception.pool
+    if pool is not None:
+        pool.start()  # now, so that it imports while the core computes
+    if has_core:
+        log_step("warming up the model")
+        await app.engine.rehearse(app.dummies)
+    if pool is not None and waits_for_pool and not pool.is_complete:
+        log_step("waiting for the processes for media")
+        while not pool.is_complete:
+            await asyncio.sleep(_POOL_LOOK_S)
 
 
 def _make_live_source(
@@ -286,15 +310,28 @@ async def _serve(
         if app.info is not None:
             engine.run_alone(app.info)
         if app.info is not None or await _connect_first(messages, engine):
+            warming = asyncio.create_task(_warm_up_first(start, app))
             tasks = [
-                asyncio.create_task(_obey(messages, engine, server, options.shutdown_timeout)),
+                asyncio.create_task(
+                    _obey(messages, engine, server, options.shutdown_timeout, warming)
+                ),
                 asyncio.create_task(_sync_often(sync)),
             ]
-            await server.serve(sockets=[socket.socket(fileno=start.listen_fd)])
+            await asyncio.wait([warming])
+            if not server.should_exit:
+                warming.result()
+                sync()
+                await server.serve(sockets=[socket.socket(fileno=start.listen_fd)])
             for task in tasks:
                 task.cancel()
     finally:
         await engine.close()
+
+
+async def _warm_up_first(start: StartFrontend, app: FrontendApp) -> None:
+    """Finish the warm-up, if it is wanted. Clients of a restarted frontend wait for no pool."""
+    if start.options.warmup:
+        await finish_warm_up(app, has_core=app.info is None, waits_for_pool=not start.is_restart)
 
 
 async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
@@ -312,12 +349,16 @@ async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
 
 
 async def _obey(
-    messages: Messages, engine: AsyncEngine, server: uvicorn.Server, shutdown_timeout_s: float
+    messages: Messages,
+    engine: AsyncEngine,
+    server: uvicorn.Server,
+    shutdown_timeout_s: float,
+    warming: asyncio.Task[None],
 ) -> None:
     """Handle the messages of the parent while the HTTP server runs, until the task is cancelled.
 
-    After `Drain` the HTTP server takes no new requests. Those that are still in flight after
-    `shutdown_timeout_s` seconds fail.
+    After `Drain` a warm-up that is under way is given up, and the HTTP server takes no new
+    requests. Those that are still in flight after `shutdown_timeout_s` seconds fail.
     """
     ends: list[asyncio.Task[None]] = []
     while True:
@@ -330,6 +371,7 @@ async def _obey(
             engine.is_stalled = isinstance(message, CoreStalled)
         elif isinstance(message, Drain):
             server.should_exit = True
+            warming.cancel()
             ends.append(asyncio.create_task(_close_late(engine, shutdown_timeout_s)))
 
 

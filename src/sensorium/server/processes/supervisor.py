@@ -280,6 +280,7 @@ class Supervisor:
             counts_fd=self._shared.request_counts.fd,
             socket_dir=str(self._shared.directory),
             shm_fd=self._shared.shm_fd,
+            is_restart=life > 1,
         )
         name = get_frontend_name(index)
         inherited_fds = (start.listen_fd, start.counts_fd)

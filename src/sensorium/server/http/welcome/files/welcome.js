@@ -17,7 +17,7 @@ let attached = []; // media of the next question
 let running; // the AbortController of the answer that comes
 let isBeginning = false; // with an example that was clicked
 let reading = Promise.resolve(); // done when all files that came are attached, or refused
-let live; // while it listens live: what ends it
+let live; // while it listens live: its `stop`
 let recording; // while it records: the promise of what ends it
 
 const makeError = ({ message, param }, status) => Object.assign(new Error(message), { param, status });
@@ -237,7 +237,7 @@ async function hear(file) {
 
 /** Begins to write down what the microphone hears, or ends that. */
 async function toggleLive() {
-  if (live) return live.end();
+  if (live) return live.stop();
   if (running) return notify("Something else is being answered: wait for it, or stop it.");
   const controller = new AbortController();
   const lines = new Map(); // item -> its line
@@ -257,23 +257,31 @@ async function toggleLive() {
   goToEnd();
   let failure;
   try {
-    live = await listen($("key").value.trim(), controller.signal, show);
-    setLive(true);
-    await live.ended;
+    const { end, ended } = await listen($("key").value.trim(), controller.signal, show);
+    const stop = () => {
+      live.stop = () => {}; // it is clicked once more
+      end();
+      status.textContent = "Finishing: what was said last is being written down …";
+      setLive("Finishing …");
+    };
+    live = { stop };
+    setLive("Stop listening");
+    await ended;
   } catch (error) {
     failure = error.message;
   }
   live = undefined;
-  setLive(false);
+  setLive("");
   if (running !== controller) return; // all was cleared meanwhile
   setRunning(undefined);
   if (failure) status.replaceWith(Object.assign(make("p", "failure", failure), { role: "alert" }));
   else status.textContent = lines.size ? "Transcribed live." : "Nothing was said.";
 }
 
-function setLive(isLive) {
-  $("live").ariaPressed = String(isLive);
-  $("live").textContent = isLive ? "Stop listening" : "Listen live";
+/** Shows what a click on the button does while it listens, or that it does not listen. */
+function setLive(words) {
+  $("live").ariaPressed = String(Boolean(words));
+  $("live").textContent = words || "Listen live";
 }
 
 async function send() {

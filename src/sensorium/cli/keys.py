@@ -1,0 +1,73 @@
+"""The keys of a server, from where other users of the machine don't see them.
+
+A command line stands in the list of processes, which everybody reads. So keys may also stand in a
+file or in a variable of the environment. A key is never part of an error or of a log line.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Sequence
+
+from sensorium.types.errors import ModelError
+
+VARIABLE = "SENSORIUM_API_KEY"
+_MAX_CHARACTERS = 2**20
+
+
+def take_keys(given: Sequence[str], path: str | None) -> tuple[str, ...]:
+    """Return the keys that requests to a server may bring: those given, and those of a file.
+
+    Without either, they come from the variable `SENSORIUM_API_KEY`. A file and the variable have
+    one key in a line. In any case the variable is removed, so that no process that is started has
+    it. Raise a `ModelError` if the file can't be read, or if a key, the file or the variable is
+    empty.
+    """
+    variable = os.environ.pop(VARIABLE, None)
+    if not all(map(str.strip, given)):
+        raise ModelError("the key of --api-key is empty: give one, or leave the flag out")
+    if path is not None:
+        return (*given, *_split(_read(path), f"the file {path} of --api-key-file"))
+    if given or variable is None:
+        return tuple(given)
+    return _split(variable, f"the variable {VARIABLE}")
+
+
+def get_client_key(given: str | None, *others: str) -> str | None:
+    """Return the key that a client sends: the one given, or else that of a variable.
+
+    The variables are `SENSORIUM_API_KEY`, with its first line, and then `others`.
+    """
+    if given:
+        return given
+    lines = os.environ.get(VARIABLE, "").split()
+    return lines[0] if lines else next(filter(None, map(os.environ.get, others)), None)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS)
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ModelError(
+            f"the file {path} of --api-key-file can't be read: {error.strerror}"
+        ) from error
+    except UnicodeDecodeError:
+        # Not a cause of the new error: its text would have a part of the file.
+        raise ModelError(f"the file {path} of --api-key-file is no text in UTF-8") from None
+    if stat.S_ISREG(mode) and mode & stat.S_IROTH:
+        print(
+            f"sensorium: every user of this machine can read the keys in {path}: chmod 600 {path}",
+            file=sys.stderr,
+        )
+    return text
+
+
+def _split(text: str, source: str) -> tuple[str, ...]:
+    keys = tuple(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))
+    if not keys:
+        raise ModelError(f"{source} is empty: write a key into it, one in a line if there are more")
+    return keys
