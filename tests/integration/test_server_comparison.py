@@ -39,8 +39,7 @@ def servers(
     models = {"whole": whole, "same": whole, "shrinking": str(shrinking)}
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(serve(model, *FLAGS))
-            for name, model in models.items()
+            name: stack.enter_context(serve(model, *FLAGS)) for name, model in models.items()
         }
         yield {name: server.get_url() for name, server in running.items()}
 
