@@ -1,4 +1,4 @@
-"""`benchmarks/cuda_server.py --beside` compares two servers only if they do the same work.
+"""The benchmark of two servers (`cuda_server.py --beside`) compares them if their work is the same.
 
 One server has the tiny model, and the other a copy of it whose processor has another limit on
 pixels, as happened when figures were compared that should not have been.

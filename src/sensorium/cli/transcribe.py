@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from sensorium.cli import flags
 from sensorium.cli.keys import VARIABLE, get_client_key
-from sensorium.cli.sound_folders import FoundSounds, find_sounds
-from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.sound_folders import FoundSounds, find_sounds
+from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
 from sensorium.speech.live.session import DELAYS_MS
@@ -315,7 +315,7 @@ def _write(transcript: Transcript, form: SpeechFormat, has_words: bool) -> str:
 
 def _run_live(arguments: argparse.Namespace) -> None:
     """Transcribe the audio on stdin with a server, while it comes."""
-    from sensorium.cli.live_client import LiveClient
+    from sensorium.cli.speech.live_client import LiveClient
 
     names = ("model", "language", "prompt", "delay")
     chosen = {name: getattr(arguments, name) for name in names}
@@ -334,7 +334,7 @@ def _run_server(
     arguments: argparse.Namespace, sounds: Sequence[SoundFile], writer: TranscriptWriter
 ) -> None:
     """Transcribe files with a server."""
-    from sensorium.cli.speech_client import SpeechClient
+    from sensorium.cli.speech.speech_client import SpeechClient
 
     fields: dict[str, Any] = {
         "model": arguments.model,

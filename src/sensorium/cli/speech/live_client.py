@@ -20,7 +20,7 @@ from urllib.parse import quote
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
-from sensorium.cli.speech_client import ServerError
+from sensorium.cli.speech.speech_client import ServerError
 
 _ROUTE = "/v1/realtime?intent=transcription"
 _FORMAT = {"type": "audio/pcm", "rate": 16_000}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sensorium import RequestError
-from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
 
 SOUNDS = [SoundFile("a.wav"), SoundFile("b.wav"), SoundFile("c.wav")]
 

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
 from sensorium.types.errors import SensoriumError
 
 _ROUTES = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}

@@ -10,8 +10,8 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
-from sensorium.cli import live_client
-from sensorium.cli.live_client import LiveClient
+from sensorium.cli.speech import live_client
+from sensorium.cli.speech.live_client import LiveClient
 from tests.support.waiting import wait_until_async
 
 

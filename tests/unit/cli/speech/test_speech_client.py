@@ -11,8 +11,8 @@ from threading import Thread
 
 import pytest
 
-from sensorium.cli.speech_client import ServerError, SpeechClient
-from sensorium.cli.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.speech_client import ServerError, SpeechClient
+from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
 
 DONE = b'data: {"type": "transcript.text.done", "text": "Hello."}\n\n'
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.cli.sound_folders import find_sounds
-from sensorium.cli.transcript_writer import SoundFile
+from sensorium.cli.speech.sound_folders import find_sounds
+from sensorium.cli.speech.transcript_writer import SoundFile
 
 
 def make_files(folder: Path, *names: str) -> None:

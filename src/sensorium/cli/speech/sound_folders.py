@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sensorium.cli.transcript_writer import SoundFile
+from sensorium.cli.speech.transcript_writer import SoundFile
 
 _SOUNDS = (
     *("aac", "ac3", "aif", "aifc", "aiff", "amr", "ape", "au", "caf", "flac", "m4a", "m4b", "mka"),
