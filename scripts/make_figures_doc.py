@@ -104,8 +104,9 @@ def _print(numbers: Sequence[float], unit: str) -> str:
 
 
 def print_number(number: float) -> str:
-    """Return a number with three digits, or with all of those before the point."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    """Return a number rounded to three digits."""
+    rounded = float(f"{number:.3g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
 
 
 def _mark_better(cells: list[str], ratio: float, *, is_time: bool) -> list[str]:
