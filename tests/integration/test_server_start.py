@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.support.server import ServerProcess, get_descendants, is_alive
 from tests.support.waiting import wait_until
@@ -90,7 +93,10 @@ def test_port_in_use_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
 def test_model_that_can_not_be_loaded_ends_the_server(tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir()
-    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    config = {"model_type": "no_such_model", "architectures": ["NoSuchModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     flags = ("--mm-processor-cache-type", "shm", "--mm-processor-cache-gb", "0.01")
     # It is not cold, because each of its processes would load all libraries before it ends.
     status, said = run_to_its_end(str(tmp_path), *flags, is_cold=False, TMPDIR=str(private))

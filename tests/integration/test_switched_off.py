@@ -32,12 +32,12 @@ _NOT_FINITE = "the image could not be encoded: some of its embeddings are not fi
 
 @pytest.fixture(scope="module")
 def blind_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of an unlisted type whose vision tower gives no numbers."""
+    """A model of an unlisted type whose vision tower gives values beyond those of floats."""
     directory = tmp_path_factory.mktemp("blind") / "model"
     make_vipllava(directory)
     weights = load_file(directory / "model.safetensors")
     (name,) = [name for name in weights if name.endswith("patch_embedding.weight")]
-    weights[name] = torch.full_like(weights[name], torch.nan)
+    weights[name] = torch.full_like(weights[name], 3e38)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 

@@ -39,8 +39,6 @@ def main() -> None:
     try:
         try:
             arguments = _parse_arguments()
-            for note in getattr(arguments, "notes", ()):
-                print(f"sensorium: {note}", file=sys.stderr)
             arguments.run(arguments)
         finally:
             sys.stdout.flush()

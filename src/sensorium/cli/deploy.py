@@ -21,7 +21,13 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from sensorium.checkpoints.first_look import look_into
-from sensorium.cli.flags import ENGINE_GROUPS, add_server_command, get_given, look_at_model
+from sensorium.cli.flags import (
+    ENGINE_GROUPS,
+    add_server_command,
+    get_given,
+    look_at_model,
+    tell_notes,
+)
 from sensorium.cli.serve import make_options
 from sensorium.scale.options import ScaleOptions
 from sensorium.server.options import ServeOptions
@@ -84,6 +90,7 @@ def add_deploy(commands: Any) -> None:
 def _deploy(arguments: argparse.Namespace) -> None:
     """Run the application until a signal comes, or print its config file."""
     options, scale = _make_options(arguments)
+    tell_notes(arguments)
     if arguments.print_config:
         print(make_config(arguments, options), end="")
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sensorium.cli.flags import add_server_command, get_given, look_at_model
+from sensorium.cli.flags import add_server_command, get_given, look_at_model, tell_notes
 from sensorium.cli.serve import choose_pool_size, count_cores, get_model
 from sensorium.engine.build.options import EncodeOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
@@ -60,8 +60,9 @@ def _encode(arguments: argparse.Namespace) -> None:
     except SensoriumError as error:
         arguments.refuse(str(error))
         raise
-    look_at_model(options.loading.model, arguments)
     set_up_logging(
         "encoder", log_format=options.log_format, log_level=logging.get("log_level", "info")
     )
+    tell_notes(arguments, options.log_format)
+    look_at_model(options.loading.model, arguments)
     run_encoder(options)

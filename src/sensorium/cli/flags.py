@@ -8,6 +8,7 @@ value, so that every default stands with its option.
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 import sys
 import time
@@ -95,6 +96,15 @@ def add_server_command(
     add_foreign_flags(parser)
     parser.set_defaults(run=run)
     return parser
+
+
+def tell_notes(arguments: argparse.Namespace, log_format: str = "text") -> None:
+    """Tell what was noted about the arguments: on stderr, or in a log whose lines are JSON."""
+    for note in getattr(arguments, "notes", ()):
+        if log_format == "json":
+            logging.getLogger(__name__).warning("%s", note)
+        else:
+            print(f"sensorium: {note}", file=sys.stderr, flush=True)
 
 
 def _make_details(each: Option, command: str) -> dict[str, Any]:

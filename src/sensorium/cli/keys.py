@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Sequence
 
 from sensorium.types.errors import ModelError
@@ -17,8 +16,10 @@ VARIABLE = "SENSORIUM_API_KEY"
 _MAX_CHARACTERS = 2**20
 
 
-def take_keys(given: Sequence[str], path: str | None) -> tuple[str, ...]:
+def take_keys(given: Sequence[str], path: str | None, notes: list[str]) -> tuple[str, ...]:
     """Return the keys that requests to a server may bring: those given, and those of a file.
+
+    A sentence is added to `notes` if every user of the machine can read that file.
 
     Without either, they come from the variable `SENSORIUM_API_KEY`. A file and the variable have
     one key in a line. In any case the variable is removed, so that no process that is started has
@@ -29,7 +30,7 @@ def take_keys(given: Sequence[str], path: str | None) -> tuple[str, ...]:
     if not all(map(str.strip, given)):
         raise ModelError("the key of --api-key is empty: give one, or leave the flag out")
     if path is not None:
-        return (*given, *_split(_read(path), f"the file {path} of --api-key-file"))
+        return (*given, *_split(_read(path, notes), f"the file {path} of --api-key-file"))
     if given or variable is None:
         return tuple(given)
     return _split(variable, f"the variable {VARIABLE}")
@@ -42,11 +43,11 @@ def get_client_key(given: str | None, *others: str) -> str | None:
     """
     if given:
         return given
-    lines = os.environ.get(VARIABLE, "").split()
+    lines = _list_lines(os.environ.get(VARIABLE, ""))
     return lines[0] if lines else next(filter(None, map(os.environ.get, others)), None)
 
 
-def _read(path: str) -> str:
+def _read(path: str, notes: list[str]) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS)
@@ -59,15 +60,16 @@ def _read(path: str) -> str:
         # Not a cause of the new error: its text would have a part of the file.
         raise ModelError(f"the file {path} of --api-key-file is no text in UTF-8") from None
     if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-        print(
-            f"sensorium: every user of this machine can read the keys in {path}: chmod 600 {path}",
-            file=sys.stderr,
-        )
+        notes.append(f"every user of this machine can read the keys in {path}: chmod 600 {path}")
     return text
 
 
+def _list_lines(text: str) -> list[str]:
+    return list(filter(None, map(str.strip, text.splitlines())))
+
+
 def _split(text: str, source: str) -> tuple[str, ...]:
-    keys = tuple(dict.fromkeys(filter(None, map(str.strip, text.splitlines()))))
+    keys = tuple(dict.fromkeys(_list_lines(text)))
     if not keys:
         raise ModelError(f"{source} is empty: write a key into it, one in a line if there are more")
     return keys

@@ -14,6 +14,7 @@ from sensorium.cli.flags import (
     add_server_command,
     get_given,
     look_at_model,
+    tell_notes,
 )
 from sensorium.cli.keys import take_keys
 from sensorium.embedded import EMBEDDED_MODEL
@@ -103,13 +104,15 @@ def _run_demo(arguments: argparse.Namespace) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     """Run a server until it stops, and exit with its status if that is not 0."""
     options = make_options(arguments)
+    from sensorium.server.logs import set_up_logging
+
+    set_up_logging("parent", log_format=options.log_format, log_level=options.log_level)
+    tell_notes(arguments, options.log_format)
     look_at_model(options.model, arguments, needs_weights=not options.is_render_only)
     import asyncio
 
-    from sensorium.server.logs import set_up_logging
     from sensorium.server.processes.supervisor import Supervisor
 
-    set_up_logging("parent", log_format=options.log_format, log_level=options.log_level)
     status = asyncio.run(Supervisor(options).run())
     if status:
         sys.exit(status)
@@ -125,7 +128,9 @@ def make_options(arguments: argparse.Namespace) -> ServeOptions:
         limits = MediaLimits(**get_given(arguments, MediaLimits))
         server, media = _choose_processes(arguments)
         server |= get_given(arguments, ServeOptions)
-        server["api_key"] = take_keys(server.get("api_key", ()), server.get("api_key_file"))
+        notes: list[str] = []
+        server["api_key"] = take_keys(server.get("api_key", ()), server.get("api_key_file"), notes)
+        arguments.notes = [*getattr(arguments, "notes", ()), *notes]
         media |= get_given(arguments, MediaOptions)
         return ServeOptions(
             loading=LoadingOptions(**loading),

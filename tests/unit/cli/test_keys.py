@@ -47,7 +47,7 @@ def test_a_file_may_be_a_pipe() -> None:
     reading, writing = os.pipe()
     os.write(writing, b"piped\n")
     os.close(writing)
-    assert take_keys((), f"/proc/self/fd/{reading}") == ("piped",)
+    assert take_keys((), f"/proc/self/fd/{reading}", []) == ("piped",)
     os.close(reading)
 
 
@@ -60,9 +60,9 @@ def test_the_variable_counts_if_nothing_else_is_given_and_is_removed(
         ((), write(tmp_path / "keys", "filed"), ("filed",)),
     ):
         monkeypatch.setenv(VARIABLE, "own\nanother\n")
-        assert take_keys(given, path) == keys
+        assert take_keys(given, path, []) == keys
         assert VARIABLE not in os.environ  # so that no process that is started has it
-    assert take_keys((), None) == ()
+    assert take_keys((), None, []) == ()
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -71,12 +71,12 @@ def test_no_key_where_one_is_expected_is_an_error(
 ) -> None:
     path = write(tmp_path / "keys", content)
     with pytest.raises(ModelError, match=r"the file .*keys of --api-key-file is empty"):
-        take_keys((), path)
+        take_keys((), path, [])
     monkeypatch.setenv(VARIABLE, content)
     with pytest.raises(ModelError, match="the variable SENSORIUM_API_KEY is empty"):
-        take_keys((), None)
+        take_keys((), None, [])
     with pytest.raises(ModelError, match="the key of --api-key is empty"):
-        take_keys((content,), None)
+        take_keys((content,), None, [])
 
 
 def test_a_file_that_can_not_be_read_is_wrong_usage(
@@ -97,16 +97,15 @@ def test_a_file_that_can_not_be_read_is_wrong_usage(
         assert "secret" not in said
 
 
-def test_a_file_that_everybody_may_read_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert take_keys((), write(tmp_path / "own", "secret", 0o640)) == ("secret",)
-    assert capsys.readouterr().err == ""
+def test_a_file_that_everybody_may_read_is_told(tmp_path: Path) -> None:
+    notes: list[str] = []
+    assert take_keys((), write(tmp_path / "own", "secret", 0o640), notes) == ("secret",)
+    assert notes == []
     open_path = write(tmp_path / "open", "secret", 0o644)
-    assert take_keys((), open_path) == ("secret",)
-    said = capsys.readouterr().err
-    assert f"every user of this machine can read the keys in {open_path}" in said
-    assert "secret" not in said
+    assert take_keys((), open_path, notes) == ("secret",)
+    (note,) = notes
+    assert f"every user of this machine can read the keys in {open_path}" in note
+    assert "secret" not in note
 
 
 def test_a_client_takes_the_variable_of_the_server_before_those_of_others(
@@ -116,6 +115,6 @@ def test_a_client_takes_the_variable_of_the_server_before_those_of_others(
     assert get_client_key(None, "OPENAI_API_KEY") is None
     monkeypatch.setenv("OPENAI_API_KEY", "other")
     assert get_client_key(None, "OPENAI_API_KEY") == "other"
-    monkeypatch.setenv(VARIABLE, "own\nsecond\n")
-    assert get_client_key(None, "OPENAI_API_KEY") == "own"
+    monkeypatch.setenv(VARIABLE, " own words \nsecond\n")
+    assert get_client_key(None, "OPENAI_API_KEY") == "own words"
     assert get_client_key("given", "OPENAI_API_KEY") == "given"
