@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sensorium.server.http.connections import UnreadWatch
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 60.0
 
 
 def make_watch() -> UnreadWatch:
