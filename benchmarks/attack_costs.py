@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks import (
+    bad_handshakes,
     costly_media,
     enlarged_media,
     full_disk,
@@ -68,6 +69,7 @@ ATTACKS: dict[str, tuple[tuple[str, ...], Attack]] = {
     "13 slow bodies": (slow_bodies.FLAGS, slow_bodies.attack),
     "14 full disk": (full_disk.FLAGS, _fill_disk),
     "16 greedy stream": (greedy_stream.FLAGS, greedy_stream.attack),
+    "22 bad handshakes": (bad_handshakes.FLAGS, bad_handshakes.attack),
 }
 
 

@@ -49,9 +49,10 @@ from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
 from sensorium.server.http.app import make_app
-from sensorium.server.http.connections import RealtimeProtocol, make_http_protocol
 from sensorium.server.http.middleware import RequestCount
 from sensorium.server.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from sensorium.server.http.wire.http_protocol import make_http_protocol
+from sensorium.server.http.wire.websocket_protocol import RealtimeProtocol
 from sensorium.server.logs import adopt_library_logs, log_step
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.shared_files import get_frontend_name, write_as

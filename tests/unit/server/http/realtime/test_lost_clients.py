@@ -16,8 +16,9 @@ import uvicorn
 from uvicorn.server import ServerState
 from websockets.protocol import State
 
-from sensorium.server.http import connections
-from sensorium.server.http.connections import RealtimeProtocol, TcpProgress
+from sensorium.server.http.wire import websocket_protocol
+from sensorium.server.http.wire.progress import TcpProgress
+from sensorium.server.http.wire.websocket_protocol import RealtimeProtocol
 from tests.support.talking import LOUD, QUIET, make_sound, to_pcm16
 from tests.support.waiting import wait_until
 from tests.unit.server.http.realtime.clients import (
@@ -76,7 +77,7 @@ def test_a_client_that_takes_no_ping_while_it_is_not_read_is_closed(
         fill(raw)
         wait_until(lambda: transcriber.num_open == 1, "it is being transcribed")
         silent = TcpProgress(is_open=True, num_queued=6, num_acknowledged=1000)
-        monkeypatch.setattr(connections, "read_progress", lambda _: silent)
+        monkeypatch.setattr(websocket_protocol, "read_progress", lambda _: silent)
         wait_until_empty(server, transcriber)
 
 
@@ -173,7 +174,7 @@ def making_paused(
     loop = FakeLoop()
     transport = FakeTransport(loop)
     client = Client(transport)
-    monkeypatch.setattr(connections, "read_progress", client.read_progress)
+    monkeypatch.setattr(websocket_protocol, "read_progress", client.read_progress)
     protocol = RealtimeProtocol(config, ServerState(), {}, loop)
     protocol.transport = transport  # type: ignore[assignment]
     protocol.conn.state = State.OPEN

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sensorium.server.http.connections import UnreadWatch
+from sensorium.server.http.wire.progress import UnreadWatch
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 60.0
 
 
 def make_watch() -> UnreadWatch:
