@@ -6,6 +6,9 @@ many could stay forever, before any handler is called. `LimitedHttpProtocol` lim
 time of headers. Bodies have limits of their own in `bodies.intake`. A request that wants to become
 a WebSocket has no body; one that announces a body is refused before the body comes.
 
+What it receives it parses in turns (`turns`): a body in chunks of one byte, or many requests on one
+connection, cost no other connection more than a few milliseconds at a time.
+
 It also ends the connections of clients that don't read their responses. Unread data waits in the
 kernel's queue and then in the connection's buffer. When the buffer is full, no more chunks are
 made; the engine goes on to generate, and the text is kept once. If a client takes no byte for the
@@ -24,6 +27,7 @@ import socket
 import struct
 from typing import Any, NoReturn
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sensorium.server.http.wire.progress import UnreadWatch, count_queued
@@ -35,21 +39,41 @@ from sensorium.server.http.wire.refusals import (
     TOO_SLOW,
     make_handshake_refusal,
 )
+from sensorium.server.http.wire.turns import Allowance, Turns
 
 logger = logging.getLogger(__name__)
 MAX_UNTAKEN_BYTES = 2**20  # of a body, between the connection and its handler
 _LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
-_OF_BODIES = frozenset((b"content-length", b"transfer-encoding"))
+_LENGTH = b"content-length"
+_OF_BODIES = frozenset((_LENGTH, b"transfer-encoding"))
+_PORTION_BYTES = 2**12  # to the parser at once, beside the rest of a body whose length is known
+_MAX_PIPELINED = 16  # requests that wait behind another one before the rest waits, too
+# Chunks of bodies. One takes a microsecond.
+_MAX_CHUNKS = 2**13
+_CHUNKS_PER_S = 2**11
 
 
 class _RefusedError(Exception):
     """Stops the parser at a request that is refused."""
 
 
+class _Flow(FlowControl):
+    """uvicorn's flow control, which lets `Turns` decide whether the transport reads."""
+
+    def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
+        super().__init__(transport)
+        self._turns = turns
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._turns.go_on()
+
+
 class LimitedHttpProtocol(HttpToolsProtocol):
     """A uvicorn connection that limits the size and the time of headers, and unread responses.
 
-    Bytes count as headers unless the same read had a part of a body or the end of a request. A
+    Bytes count as headers unless the same portion had a part of a body or the end of a request. A
     timer runs while the client has to send a first request, the rest of its headers, or the rest
     of a body that was refused. The connection's buffer of unread data is watched while it is full.
     """
@@ -68,9 +92,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refusal = INVALID  # the response to what stops the parser
         self._timer: asyncio.TimerHandle | None = None
         self._next_look: asyncio.TimerHandle | None = None
+        self._num_expected: int | None = None  # bytes of the body; `None`: its length is not known
+        self._turns = Turns(
+            self.loop,
+            parse=self._parse,
+            is_held=lambda: self.flow.read_paused or len(self.pipeline) > _MAX_PIPELINED,
+            get_size=lambda: max(_PORTION_BYTES, self._num_expected or 0),
+            pieces=Allowance(_MAX_CHUNKS, per_s=_CHUNKS_PER_S, now=self.loop.time()),
+        )
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._turns.transport = transport
+        self.flow = _Flow(transport, self._turns)
         if self.max_connections is not None and len(self.connections) > self.max_connections:
             transport.write(TOO_MANY)
             transport.close()
@@ -81,8 +115,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._stop_looking()
         super().connection_lost(exc)
+        self._turns.drop()
 
     def data_received(self, data: bytes) -> None:
+        self._turns.add(data)
+
+    def _parse(self, data: bytes) -> None:
         self._is_understood = False
         super().data_received(data)
         self._num_head_bytes = 0 if self._is_understood else self._num_head_bytes + len(data)
@@ -108,6 +146,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._is_in_head = False
         self._is_in_body = True
+        lengths = [int(value) for name, value in self.headers if name == _LENGTH]
+        self._num_expected = lengths[0] if lengths else None
         super().on_headers_complete()
 
     def _check_upgrade(self) -> None:
@@ -127,6 +167,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_looking()
         self._is_in_head = False
         super().handle_websocket_upgrade()
+        self._turns.drop()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - `_refusal` says more
         """Answer what stopped the parser, unless another request waits for its answer."""
@@ -141,6 +182,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         waits for the handler, and a body of 3 MB takes 15 ms instead of 2.
         """
         self._is_understood = True
+        if self._num_expected is None:
+            self._turns.count_piece()
+        else:
+            self._num_expected -= len(body)
         if self.cycle.response_complete:
             return
         self.cycle.body += body
@@ -150,6 +195,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._is_understood = True
+        self._num_expected = None
         if self._is_upgrade:
             return
         self._is_in_body = False
@@ -158,6 +204,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._turns.go_on()
         if self._is_in_body and self._timer is None:
             self._start_timer()  # the rest is discarded, but must come in time
 

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
 
-# The size is checked after each read, so that headers may be larger by one read.
+# The size is checked after each portion that is parsed, so headers may be larger by one.
 MAX_HEAD_BYTES = 2**16
 
 
