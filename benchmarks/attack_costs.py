@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks import (
+    bad_handshakes,
     costly_media,
     enlarged_media,
     full_disk,
@@ -34,6 +35,7 @@ from attacks import (
     long_text,
     slow_bodies,
     slow_hosts,
+    small_pieces,
 )
 from attacks.neighbours import KINDS, Answer, Neighbours
 from live_server import LiveServer
@@ -68,6 +70,8 @@ ATTACKS: dict[str, tuple[tuple[str, ...], Attack]] = {
     "13 slow bodies": (slow_bodies.FLAGS, slow_bodies.attack),
     "14 full disk": (full_disk.FLAGS, _fill_disk),
     "16 greedy stream": (greedy_stream.FLAGS, greedy_stream.attack),
+    "22 bad handshakes": (bad_handshakes.FLAGS, bad_handshakes.attack),
+    "23 small pieces": (small_pieces.FLAGS, small_pieces.attack),
 }
 
 

@@ -252,8 +252,9 @@ def test_a_model_without_a_chat_template_is_warmed_by_prompts(
             (tmp_path / path.name).write_bytes(path.read_bytes())
     with build(str(tmp_path)):
         first, *lines = get_lines(caplog)
-        assert first == "Chat template warmup failed, so conversations may be refused"
-        assert "this model has no chat template" in caplog.text
+        words = "Chat template warmup failed, so conversations may be refused: this model has no"
+        assert first.startswith(words)
+        assert [record for record in caplog.records if record.exc_info] == []
         assert [line.rpartition(" ")[0] + " " for line in lines] == [_LINE, _READONLY_LINE]
 
 

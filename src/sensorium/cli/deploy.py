@@ -16,8 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sensorium.checkpoints.first_look import look_into
@@ -97,11 +97,7 @@ def _deploy(arguments: argparse.Namespace) -> None:
     model = options.loading.model
     if scale.ray_address is None:  # else the files are on other machines
         look_at_model(model, arguments)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
-    if scale.ray_address is None:
-        # Who reaches a port of Ray can run programs. This makes Ray listen on 127.0.0.1 only; it
-        # has no other way to say so.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    _set_variables(scale)
     try:
         import ray
         from ray import serve
@@ -127,7 +123,8 @@ def _deploy(arguments: argparse.Namespace) -> None:
     _connect(ray, scale)
     # Ray's own handler would abort this process with a dump of its stack.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    serve.start(http_options={"host": options.host, "port": port})
+    with _explaining_start():
+        serve.start(http_options={"host": options.host, "port": port})
     print(f"Sensorium: starting {scale.replicas} engine(s) of {options.model_label}", flush=True)
     try:
         serve.run(make_application(options, scale), name=_APP, route_prefix="/")
@@ -142,8 +139,22 @@ def _deploy(arguments: argparse.Namespace) -> None:
     if scale.ray_address is None:
         print("Sensorium: waiting for requests in flight", flush=True)
         _drain(serve, options.shutdown_timeout)
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        # All of this Ray ends here. To end Ray Serve before would only make Ray report that a
+        # process of its own was killed.
         ray.shutdown()
+
+
+def _set_variables(scale: ScaleOptions) -> None:
+    """Set what Ray reads from the environment, before it is imported."""
+    from sensorium.scale import proxy
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
+    if scale.ray_address is None:
+        # Who reaches a port of Ray can run programs. This makes Ray listen on 127.0.0.1 only; it
+        # has no other way to say so.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        # Ray's proxy, which it starts with this environment, has no limits of its own.
+        os.environ.setdefault(proxy.VARIABLE, proxy.PATH)
 
 
 def _find_reason(serve: Any) -> str | None:
@@ -185,12 +196,30 @@ def _connect(ray: Any, scale: ScaleOptions) -> None:
     most = max(scale.replicas, scale.max_replicas or 0)
     needed = most * scale.engine_cpus + scale.frontends * scale.frontend_cpus
     needed += scale.encoders * scale.encoder_cpus
-    ray.init(
-        address="local",  # a new one, whatever else runs here
-        num_cpus=max(os.cpu_count() or 1, -int(-needed // 1)),
-        include_dashboard=False,
-        log_to_driver=True,
-    )
+    with _explaining_start():
+        ray.init(
+            address="local",  # a new one, whatever else runs here
+            num_cpus=max(os.cpu_count() or 1, -int(-needed // 1)),
+            include_dashboard=False,
+            log_to_driver=True,
+        )
+
+
+@contextmanager
+def _explaining_start() -> Iterator[None]:
+    """Turn what Ray raises while it starts into an error that says what to do.
+
+    Ray raises a plain `Exception` if one of its processes is not there within 30 seconds.
+    """
+    try:
+        yield
+    except Exception as error:  # whatever it is, Ray has not started
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(
+            f"Ray did not start in time, or not at all: {lines[0]} Try again when this machine is "
+            "less busy, or start Ray apart (`ray start --head`) and give --ray-address auto. Ray's "
+            "logs are in /tmp/ray/session_latest/logs."
+        ) from error
 
 
 def _drain(serve: Any, timeout_s: float) -> None:

@@ -196,7 +196,10 @@ def find_template(
                 path=("chat_template",),
             )
     if own is None:
-        raise RequestError("this model has no chat template: give one as chat_template")
+        raise RequestError(
+            "this model has no chat template, so it takes prompts and no conversations. A template "
+            "may be given as chat_template, or as --chat-template to a server."
+        )
     return str(own)
 
 

@@ -32,6 +32,7 @@ def run_cluster(*flags: str) -> Iterator[ServerProcess]:
         server.wait_until_ready()
         yield server
         assert server.stop(120.0) == 0
+        assert "killed by `ray.kill`" not in server.output  # the end that was asked for is no error
     finally:
         if server.process.poll() is None:
             server.kill()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from sensorium.cli.deploy import _make_options, make_config, parse_arguments
-from sensorium.types.errors import RequestError
+from sensorium.cli.deploy import _connect, _make_options, make_config, parse_arguments
+from sensorium.scale.options import ScaleOptions
+from sensorium.types.errors import ModelError, RequestError
 
 _GIVEN: dict[str, Any] = {
     "model": "org/name",
@@ -83,3 +84,23 @@ def test_values_of_every_kind_are_written_as_a_flag_takes_them(
 
 def test_a_switch_that_is_off_by_default_may_be_set_to_false() -> None:
     assert not hasattr(parse_arguments({"trust_remote_code": False}), "trust_remote_code")
+
+
+class SlowRay:
+    """A Ray on a machine that is too busy. What it raises is what Ray 2.60 raises."""
+
+    def init(self, **_: Any) -> None:
+        raise Exception(
+            "The current node timed out during startup. This could happen because some of the "
+            "raylet failed to startup or the GCS has become overloaded."
+        )
+
+
+def test_a_ray_that_starts_too_slowly_is_told_with_the_cure() -> None:
+    with pytest.raises(ModelError) as caught:
+        _connect(SlowRay(), ScaleOptions())
+    words = str(caught.value)
+    assert words.startswith("Ray did not start in time, or not at all: The current node timed out")
+    assert "--ray-address auto" in words
+    assert "less busy" in words
+    assert "\n" not in words

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from sensorium.scale.proxy import PATH, VARIABLE
 from tests.unit.deploying.reading import (
     ROOT,
     can_get,
@@ -119,3 +120,7 @@ def test_all_caches_are_in_the_volume() -> None:
     variables = dict(word.split("=", 1) for word in words)
     for name in ("SENSORIUM_CACHE_DIR", "HF_HOME", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"):
         assert Path(variables[name]).is_relative_to(volume)
+
+
+def test_proxies_of_ray_have_the_connections_of_a_server() -> None:
+    assert f"{VARIABLE}={PATH}" in get_instruction("ENV").split()

@@ -19,7 +19,7 @@ import uvicorn
 from sensorium.engine.inputs.renderer import Chat
 from sensorium.render.answers.format import PLAIN, AnswerFormat
 from sensorium.server.http.app import make_app
-from sensorium.server.http.connections import RealtimeProtocol
+from sensorium.server.http.wire.websocket_protocol import RealtimeProtocol
 from sensorium.server.metrics.metric_set import MetricSet
 from sensorium.server.metrics.realtime import SessionClock
 from sensorium.speech.transcript import SpeechUsage

@@ -18,7 +18,7 @@ from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedReq
 from sensorium.engine.inputs.renderer import Chat, Renderer
 from sensorium.multimodal.processing.dummy_media import exceeds_limits, make_dummy_file
 from sensorium.render.messages import ChatOptions
-from sensorium.types.errors import CapacityError, ModelError
+from sensorium.types.errors import CapacityError, ModelError, RequestError
 from sensorium.types.multimodal import Transfer
 from sensorium.types.request import EngineCoreRequest, Prompt
 from sensorium.types.sampling import SamplingParams
@@ -207,6 +207,9 @@ def _make_url(modality: str) -> str:
 def _try(run: Callable[[], None], failure: str) -> bool:
     try:
         run()
+    except RequestError as error:  # something that the model lacks, in words for its clients
+        logger.warning("%s: %s", failure, error)
+        return False
     except Exception:  # the contract: a server must not depend on its warm-up
         logger.warning(failure, exc_info=True)
         return False

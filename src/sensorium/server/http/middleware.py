@@ -41,8 +41,7 @@ class RequestTracking:
         if scope["type"] not in _KINDS:
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
-        request_id = given if _is_sane(given) else uuid.uuid4().hex
+        request_id = choose_request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"], state["arrived"] = request_id, time.monotonic()
         status: int | None = None
@@ -76,6 +75,12 @@ def _get_method(scope: Scope) -> str:
     """Return the method for the metrics. A WebSocket begins with GET."""
     method: str = scope.get("method", "GET")
     return method if method in _METHODS else "other"
+
+
+def choose_request_id(scope: Scope) -> str:
+    """Return the client's id of a request if it is short and printable, else a random one."""
+    given = Headers(scope=scope).get(HEADER, "")
+    return given if _is_sane(given) else uuid.uuid4().hex
 
 
 def _is_sane(text: str) -> bool:

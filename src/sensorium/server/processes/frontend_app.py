@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-import resource
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,9 +48,11 @@ from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
 from sensorium.server.http.app import make_app
-from sensorium.server.http.connections import RealtimeProtocol, make_http_protocol
 from sensorium.server.http.middleware import RequestCount
 from sensorium.server.http.protocol.requests import ChatCompletionRequest, CompletionRequest
+from sensorium.server.http.wire.descriptors import raise_file_limit
+from sensorium.server.http.wire.http_protocol import make_http_protocol
+from sensorium.server.http.wire.websocket_protocol import RealtimeProtocol
 from sensorium.server.logs import adopt_library_logs, log_step
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.metrics.shared_files import get_frontend_name, write_as
@@ -82,8 +83,6 @@ _REFUSING_S = 10  # for errors to clients that are still waiting at the end of a
 # just when its client uses it again.
 _KEEP_ALIVE_S = 75
 _MAX_MESSAGE_BYTES = 2**24  # of a WebSocket; OpenAI's API allows 15 MiB of audio in one
-_MOST_FILES = 65_536  # more than any frontend serves; each one costs the kernel memory
-_RESERVED_FILES = 1024  # for other files than connections: pipes, shared memory, media hosts
 Messages = asyncio.Queue[ToFrontend]
 
 
@@ -451,21 +450,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def raise_file_limit() -> int:
-    """Raise the limit on open files of this process, and return the limit on connections.
-
-    The new limit is what the system permits, at most 65,536 files. Some of them are reserved for
-    files other than connections of clients.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-        soft = most
-    limit = _MOST_FILES if soft == resource.RLIM_INFINITY else soft
-    return max(limit - _RESERVED_FILES, limit // 2)
 
 
 def make_render_info(options: ServeOptions, checkpoint: Checkpoint) -> CoreInfo:

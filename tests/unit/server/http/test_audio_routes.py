@@ -303,6 +303,11 @@ def test_the_file_must_be_there_once_and_have_content(server: RunningServer) -> 
     check_refused(none, "file", "is missing")
     text = httpx.post(url, files={"file": (None, "talk.mp3")})
     check_refused(text, "file", "no file name")
+    head = "--b\r\nContent-Disposition: form-data; name="
+    body = f"{head}file; filename*=UTF-8''%e2%82%ac.mp3\r\n\r\n".encode() + SOUND[1]
+    body += f"\r\n{head}model\r\n\r\ntiny\r\n--b--\r\n".encode()
+    kind = {"content-type": "multipart/form-data; boundary=b"}
+    assert httpx.post(url, content=body, headers=kind, timeout=120).json()["text"] == TEXT
     check_refused(httpx.post(url, files={"file": ("a.wav", b"")}), "file", "is empty")
     twice = [("file", SOUND), ("file", SOUND)]
     check_refused(httpx.post(url, files=twice), "file", "is given twice")

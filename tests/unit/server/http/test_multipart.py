@@ -97,6 +97,31 @@ def test_a_form_may_come_byte_by_byte() -> None:
     assert read([bytes([byte]) for byte in body]) == ([("file", ""), ("model", "tüny")], content)
 
 
+@pytest.mark.parametrize(
+    ("rest", "name"),
+    [
+        ("; filename*=UTF-8''%e2%82%ac%20a.wav", "€ a.wav"),
+        ("; FileName* = utf-8'en'a.wav", "a.wav"),
+        ("; filename*=ISO-8859-1''%a3.wav", "£.wav"),
+        ("; filename*=UTF-8''%ff.wav", "\ufffd.wav"),
+        ("; filename=\"b.wav\"; filename*=UTF-8''a.wav", "b.wav"),
+        ("; filename*=UTF-8''", ""),
+        ("; filename*=base64''YQ==", ""),
+        ("; filename*=a.wav", ""),
+        ("; other=\"; filename*=UTF-8''a.wav\"", ""),
+    ],
+)
+def test_a_name_that_is_only_given_with_its_encoding_is_one(rest: str, name: str) -> None:
+    body = make_body(make_part("file", b"content", rest=rest))
+    assert read([body]) == ([("file", name)], b"content")
+
+
+def test_another_field_with_such_a_name_is_a_file() -> None:
+    body = make_body(make_part("other", b"a", rest="; filename*=UTF-8''a.wav"))
+    with pytest.raises(RequestError, match="only the field file"):
+        read([body])
+
+
 @given(body=st.binary(max_size=200), places=st.sets(st.integers(1, 200), max_size=10))
 def test_any_other_body_is_refused_and_not_a_failure(body: bytes, places: set[int]) -> None:
     with pytest.raises((ApiError, RequestError)):

@@ -15,9 +15,11 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import tempfile
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -34,6 +36,9 @@ _MAX_HEADERS = 16  # of one part
 _MAX_HEADER_BYTES = 2**12  # of one header; file names are the long ones
 _MAX_BOUNDARY_BYTES = 70  # by RFC 2046
 _PLAIN_ENCODINGS = (b"", b"7bit", b"8bit", b"binary")
+# The name of a file with its encoding, by RFC 8187, in a header without its quoted texts.
+_EXTENDED_NAME = re.compile(rb";\s*filename\*\s*=\s*(utf-8|iso-8859-1)'[^';]*'([^\s;]+)", re.I)
+_QUOTED = re.compile(rb'"(?:\\.|[^"\\])*"')
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FORM_TYPE = "multipart/form-data"
 
@@ -151,7 +156,10 @@ class MultipartForm:
         self._header_value.clear()
 
     def _end_headers(self) -> None:
-        kind, options = parse_options_header(self._headers.get(b"content-disposition"))
+        disposition = self._headers.get(b"content-disposition", b"")
+        kind, options = parse_options_header(disposition)
+        if b"filename" not in options and (name := _find_extended_name(disposition)):
+            options[b"filename"] = name
         if kind != b"form-data" or not options.get(b"name"):
             raise _make_form_error(
                 f"part {self._num_parts} of the form needs the header "
@@ -193,6 +201,18 @@ class MultipartForm:
 
     def _end(self) -> None:
         self._is_ended = True
+
+
+def _find_extended_name(disposition: bytes) -> bytes:
+    """Return the name of a file that is only given with its encoding, or nothing.
+
+    RFC 7578 does not want it in forms, but some clients have no other for names beyond ASCII.
+    """
+    found = _EXTENDED_NAME.search(_QUOTED.sub(b'""', disposition))
+    if found is None:
+        return b""
+    encoding, name = found.groups()
+    return unquote_to_bytes(name).decode(encoding.decode(), "replace").encode()
 
 
 def _make_form_error(message: str) -> ApiError:

@@ -177,6 +177,7 @@ class RealtimeConnection:
     async def _read(self) -> Ending:
         await self._send(*self.dialect.greet())
         while True:
+            await asyncio.sleep(0)  # if very many messages are there, others have their turns
             received = await self.websocket.receive()
             if received["type"] == "websocket.disconnect":
                 return CLIENT_LEFT

@@ -37,7 +37,10 @@ def get_close(talker: Talker) -> Close:
 
 @pytest.mark.parametrize("is_fragmented", [False, True])
 def test_text_that_is_no_utf8_is_closed_with_its_code(
-    server: RunningServer, transcriber: ScriptedTranscriber, is_fragmented: bool
+    server: RunningServer,
+    transcriber: ScriptedTranscriber,
+    is_fragmented: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with begin(server) as talker, begin(server) as neighbour:
         # Masked frames with two bytes that are no text, in one piece or in two. The mask is zero.
@@ -49,6 +52,7 @@ def test_text_that_is_no_utf8_is_closed_with_its_code(
         assert neighbour.set_input(turn_detection=None)["type"] == "session.updated"
     wait_until_empty(server, transcriber)
     assert get_ends(server, "client") == 2
+    assert [record for record in caplog.records if record.exc_info] == []
 
 
 class BrokenSession(TurnSession):

@@ -16,8 +16,9 @@ import uvicorn
 from uvicorn.server import ServerState
 from websockets.protocol import State
 
-from sensorium.server.http import connections
-from sensorium.server.http.connections import RealtimeProtocol, TcpProgress
+from sensorium.server.http.wire import websocket_protocol
+from sensorium.server.http.wire.progress import TcpProgress
+from sensorium.server.http.wire.websocket_protocol import RealtimeProtocol
 from tests.support.talking import LOUD, QUIET, make_sound, to_pcm16
 from tests.support.waiting import wait_until
 from tests.unit.server.http.realtime.clients import (
@@ -26,6 +27,7 @@ from tests.unit.server.http.realtime.clients import (
     open_raw,
     wait_until_empty,
 )
+from tests.unit.server.http.wire.clockwork import FakeLoop, FakeTransport
 from tests.unit.server.standing_in import RunningServer
 from tests.unit.server.transcribing import ScriptedTranscriber
 
@@ -76,69 +78,11 @@ def test_a_client_that_takes_no_ping_while_it_is_not_read_is_closed(
         fill(raw)
         wait_until(lambda: transcriber.num_open == 1, "it is being transcribed")
         silent = TcpProgress(is_open=True, num_queued=6, num_acknowledged=1000)
-        monkeypatch.setattr(connections, "read_progress", lambda _: silent)
+        monkeypatch.setattr(websocket_protocol, "read_progress", lambda _: silent)
         wait_until_empty(server, transcriber)
 
 
 # ---- by a clock that the test turns
-
-
-class FakeLoop:
-    """A clock with timers, in place of an event loop."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._timers: list[tuple[float, FakeTimer]] = []
-
-    def time(self) -> float:
-        return self.now
-
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> FakeTimer:
-        timer = FakeTimer(call)
-        self._timers.append((self.now + delay_s, timer))
-        return timer
-
-    def run_until(self, end: float) -> None:
-        while due := [entry for entry in self._timers if entry[0] <= end]:
-            first = min(due, key=lambda entry: entry[0])
-            self._timers.remove(first)
-            self.now = first[0]
-            first[1].run()
-        self.now = end
-
-
-class FakeTimer:
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-
-    def cancel(self) -> None:
-        self._call = None
-
-    def run(self) -> None:
-        if self._call is not None:
-            self._call()
-
-
-class FakeTransport:
-    """A transport that notes when it was closed and dropped."""
-
-    def __init__(self, loop: FakeLoop) -> None:
-        self._loop = loop
-        self.written = b""
-        self.closed: float | None = None
-        self.aborted: float | None = None
-
-    def write(self, data: bytes) -> None:
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return self.closed is not None
-
-    def close(self) -> None:
-        self.closed = self._loop.now
-
-    def abort(self) -> None:
-        self.aborted = self._loop.now
 
 
 class Client:
@@ -173,7 +117,7 @@ def making_paused(
     loop = FakeLoop()
     transport = FakeTransport(loop)
     client = Client(transport)
-    monkeypatch.setattr(connections, "read_progress", client.read_progress)
+    monkeypatch.setattr(websocket_protocol, "read_progress", client.read_progress)
     protocol = RealtimeProtocol(config, ServerState(), {}, loop)
     protocol.transport = transport  # type: ignore[assignment]
     protocol.conn.state = State.OPEN

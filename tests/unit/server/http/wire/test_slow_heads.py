@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.server.http.connections import make_http_protocol
+from sensorium.server.http.wire.http_protocol import make_http_protocol
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sensorium.server.http.connections import UnreadWatch
+from sensorium.server.http.wire.progress import UnreadWatch
 
 TIMEOUT_S = 60.0
 

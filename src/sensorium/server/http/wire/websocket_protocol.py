@@ -1,0 +1,237 @@
+"""Connections of WebSockets: what they refuse, how they take turns, and how they live and end.
+
+The parser of the library `websockets` takes some microseconds for each frame, however small. So
+frames are parsed in turns (`turns`), and small ones are limited: the fragments of a message, and
+the control frames of a connection. A message that waits for its handler holds the rest back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import SecurityError
+from websockets.frames import CloseCode
+from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS
+
+from sensorium.server.http.wire.progress import read_progress
+from sensorium.server.http.wire.refusals import make_handshake_refusal
+from sensorium.server.http.wire.turns import Allowance, Turns
+
+MAX_FRAGMENTS = 2**12  # of one message; beside them, those of the portion that reaches it
+MAX_CONTROL_FRAMES = 600  # at once
+CONTROL_FRAMES_PER_S = 10  # more
+_PORTION_BYTES = 2**10  # to the parser at once: up to 170 frames
+# Fragments and control frames. One takes five microseconds.
+_MAX_PIECES = 2**12
+_PIECES_PER_S = 2**9
+_TOO_LARGE = make_handshake_refusal(
+    f"its address and each of its headers have {MAX_LINE_LENGTH} bytes at most, and there are "
+    f"{MAX_NUM_HEADERS} headers at most",
+    status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+)
+_MAX_WORDS = 200  # characters of a reason, which may quote the client
+
+
+class LimitedWebSocket(WebSocketsSansIOProtocol):
+    """A uvicorn WebSocket that costs other connections little, whatever its client sends.
+
+    A handshake that the library can't parse is refused at once. uvicorn would not notice it, and
+    keep the connection for ever. A client that breaks a limit gets a close frame with its reason:
+    1009 for too many fragments, 1008 for too many control frames, 1007 for text that is no UTF-8.
+
+    A client that sends faster than it is read can't answer a ping in time: the answer waits behind
+    all that it has sent. So it counts as alive while it sends. While reading is paused, the kernel
+    can't report that the client has left. Then it counts as alive if its machine acknowledges the
+    bytes of the ping, and has not closed the connection.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._is_heard = False  # something was received since the last ping
+        self._num_acknowledged = 0  # bytes, before the last ping
+        now = self.loop.time()
+        self._num_control = 0  # frames, of this portion
+        self._control = Allowance(MAX_CONTROL_FRAMES, per_s=CONTROL_FRAMES_PER_S, now=now)
+        self._turns = Turns(
+            self.loop,
+            parse=self._parse,
+            is_held=lambda: self.read_paused,
+            get_size=lambda: _PORTION_BYTES,
+            pieces=Allowance(_MAX_PIECES, per_s=_PIECES_PER_S, now=now),
+        )
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._turns.transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._turns.drop()
+
+    # ---- what the client sends
+
+    def data_received(self, data: bytes) -> None:
+        if self.handshake_initiated:
+            self._turns.add(data)
+            return
+        super().data_received(data)  # the whole head, from the HTTP connection before this one
+        if self.conn.handshake_exc is not None and not self.handshake_initiated:
+            self._refuse(self.conn.handshake_exc.__cause__)
+
+    def _refuse(self, reason: BaseException | None) -> None:
+        """Answer a handshake that the library could not parse, and close the connection."""
+        is_large = isinstance(reason, SecurityError)
+        words = str(reason or "it is not understood")[:_MAX_WORDS]
+        self.handshake_complete = self.close_sent = True  # there is nothing to wait for
+        self.transport.write(_TOO_LARGE if is_large else make_handshake_refusal(words))
+        self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
+        self._is_heard = True
+        self._num_control = 0
+        super().data_received(data)
+        if len(self.frames) > MAX_FRAGMENTS:
+            self._fail(
+                CloseCode.MESSAGE_TOO_BIG, f"a message has {MAX_FRAGMENTS} fragments at most"
+            )
+        elif self._control.take(self._num_control, self.loop.time()):
+            self._fail(CloseCode.POLICY_VIOLATION, "too many pings and pongs")
+
+    def _fail(self, code: CloseCode, reason: str) -> None:
+        """Close the connection as after a frame that can't be parsed. The handler gets the code."""
+        if not self.transport.is_closing():
+            self.conn.fail(code, reason)
+            self.handle_parser_exception()
+
+    def handle_parser_exception(self) -> None:
+        if self.conn.close_sent is None:  # it was not accepted yet, so there are no close frames
+            self.transport.close()
+        else:
+            super().handle_parser_exception()
+        self._abort_later()
+
+    def _abort_later(self) -> None:
+        """Drop the connection if its client does not take what was written before it was closed."""
+        if self.close_timer is not None:
+            self.close_timer.cancel()
+        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
+
+    def send_receive_event_to_app(self) -> None:
+        """Give a message to the handler, unless it is text that is no UTF-8.
+
+        uvicorn would log that with a traceback.
+        """
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            text = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
+            self.frames = [text]
+            try:
+                if not text.isascii():  # which is most of them, and cheaper to find out
+                    text.decode()
+            except UnicodeDecodeError as error:
+                self.frames = []
+                self._fail(CloseCode.INVALID_DATA, f"{error.reason} at position {error.start}")
+                return
+        super().send_receive_event_to_app()
+
+    def handle_cont(self, event: Any) -> None:
+        self._turns.count_piece()
+        super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        self._count_control()
+        super().handle_ping()
+
+    def handle_pong(self, event: Any) -> None:
+        self._count_control()
+        super().handle_pong(event)
+
+    def _count_control(self) -> None:
+        self._turns.count_piece()
+        self._num_control += 1
+
+    async def receive(self) -> Any:
+        if not self.queue.empty():
+            # Many small messages may have come in one portion. Others get a turn between them.
+            await asyncio.sleep(0)
+        message = await super().receive()
+        if not self.read_paused and not self.disconnected:
+            self._turns.go_on()
+        return message
+
+    # ---- whether the client is alive
+
+    def send_keepalive_ping(self) -> None:
+        if not self.transport.is_closing():
+            self._is_heard = False
+            self._num_acknowledged = read_progress(self.transport).num_acknowledged
+        super().send_keepalive_ping()
+
+    def keepalive_timeout(self) -> None:
+        if self.close_sent or self.transport.is_closing():
+            return
+        is_paused = self.read_paused or self._turns.has_rest
+        if self._is_heard or (is_paused and self._has_taken_ping()):
+            self.pong_timer = self.pending_ping_payload = None
+            self.schedule_ping()
+            return
+        super().keepalive_timeout()
+        self._abort_later()
+
+    def _has_taken_ping(self) -> bool:
+        progress = read_progress(self.transport)
+        is_taken = not progress.num_queued or progress.num_acknowledged > self._num_acknowledged
+        return progress.is_open and is_taken
+
+    # ---- what the handler sends
+
+    async def send(self, message: Any) -> None:
+        if self.close_sent and message["type"] in ("websocket.send", "websocket.close"):
+            raise ClientDisconnected  # uvicorn would take it for a mistake of ours
+        await super().send(message)
+        if self._turns.has_rest:
+            self._turns.go_on()  # a close frame ends the wait for the handler
+        if self.initial_response is not None and self.close_sent:
+            # It was refused with a response. uvicorn 0.54 forgets that this ends the handshake, and
+            # would log an error.
+            self.handshake_complete = True
+
+
+class RealtimeProtocol(LimitedWebSocket):
+    """A WebSocket that lets its session end in peace when the server stops.
+
+    When the server stops, uvicorn would close it at once. Instead an event in the scope's state,
+    `draining`, is set, and the session closes it when it is done. Another event, `lost`, is set
+    when the connection has ended, because a session that reads no messages would not notice.
+    `abort` in the state drops the connection and what the client did not read. `hang_up` sends that
+    first, and then ends the connection without waiting for the client's close frame.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._draining, self._lost = asyncio.Event(), asyncio.Event()
+
+    def handle_connect(self, event: Any) -> None:
+        super().handle_connect(event)
+        if self.response.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
+            state = self.scope["state"]
+            state["draining"], state["lost"] = self._draining, self._lost
+            state["abort"], state["hang_up"] = self.transport.abort, self.transport.close
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._lost.set()
+
+    def keepalive_timeout(self) -> None:
+        super().keepalive_timeout()
+        if self.close_sent:
+            self._lost.set()
+
+    def shutdown(self) -> None:
+        if self.handshake_complete and not self.close_sent:
+            self._draining.set()
+        else:
+            super().shutdown()
