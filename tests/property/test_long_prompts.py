@@ -1,4 +1,4 @@
-"""Long prompts and others share the steps: nobody waits for more than was promised."""
+"""Long prompts and others share the steps, and each waits only for as long as was promised."""
 
 from __future__ import annotations
 

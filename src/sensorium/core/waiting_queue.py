@@ -72,7 +72,7 @@ class WaitingQueue:
         insort(self._short, request, key=_rank_of)
 
     def add_long(self, request: Request, num_tokens: int) -> None:
-        """Add a request with a long prompt, of which `num_tokens` are to be computed."""
+        """Add a request with a long prompt that has `num_tokens` to compute."""
         insort(self._long, request, key=_rank_of)
         priority, arrival = request.rank
         length = self._lengths[request.request_id] = priority, num_tokens, arrival
