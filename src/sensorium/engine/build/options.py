@@ -260,7 +260,7 @@ class MediaOptions:
         least=0,
         most=2**20,
         metavar="GIB",
-        help="The room for processed media, in GiB. 0 keeps nothing.",
+        help="The room for processed media, in GiB. It takes memory as it fills. 0 keeps nothing.",
     )
     mm_processor_cache_type: str = engine_option(
         "lru",
