@@ -32,6 +32,7 @@ from attacks import (
     enlarged_media,
     full_disk,
     greedy_stream,
+    long_prompts,
     long_text,
     slow_bodies,
     slow_hosts,
@@ -70,6 +71,7 @@ ATTACKS: dict[str, tuple[tuple[str, ...], Attack]] = {
     "13 slow bodies": (slow_bodies.FLAGS, slow_bodies.attack),
     "14 full disk": (full_disk.FLAGS, _fill_disk),
     "16 greedy stream": (greedy_stream.FLAGS, greedy_stream.attack),
+    "21 long prompts": (long_prompts.FLAGS, long_prompts.attack),
     "22 bad handshakes": (bad_handshakes.FLAGS, bad_handshakes.attack),
     "23 small pieces": (small_pieces.FLAGS, small_pieces.attack),
 }

@@ -279,10 +279,13 @@ class SchedulerDriver:
 
         The first request moves at least every second step, and is never set back. One that becomes
         long is set back once: it waits for those that run, and computes everything again. A request
-        that waits for its tokens to be read moves in every second step at most.
+        that waits for its tokens to be read moves in every second step at most. The first of the
+        long prompts has every second turn, and others have some steps between two turns.
         """
         num_tokens = sum(self.get_max_tokens(request) for request in self.open.values())
         bound = (4 if self.is_ahead else 2) * num_tokens + 2
+        if self.limits.long_prefill_token_threshold:
+            bound *= 2 * (1 + self.limits.long_prefill_pause)
         if self.limits.long_after is None:
             return bound
         return 2 * (bound + 2 * self.limits.max_num_seqs * self.limits.max_model_len)
@@ -310,7 +313,9 @@ class SchedulerDriver:
         if is_full and max(held.values()) > share:
             largest = max(held, key=held.__getitem__)
             urgency = min(r.rank[0] for r in scheduler.running if r.group == largest)
-            urgent = [r for r in scheduler.waiting if r.rank[0] <= urgency]
+            # Long prompts wait for one another, too.
+            waiting = [r for r in scheduler.waiting if not scheduler.waiting.is_long(r)]
+            urgent = [r for r in waiting if r.rank[0] <= urgency]
             assert all(held[request.group] >= share for request in urgent)
 
     def _check_budgets(self, output: SchedulerOutput) -> None:

@@ -20,8 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from sensorium.multimodal.cache import shm_memory
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem, ShmReference
+
+# So that the memory grows in several steps, any of which may be a process's last.
+shm_memory.EXTENT_BYTES = 8 * 1024
 
 
 def make_item(name: str, *, has_layout: bool) -> ProcessedItem:

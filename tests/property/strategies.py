@@ -169,5 +169,9 @@ def limits(draw: st.DrawFn) -> Limits:
         ),
         replace(plain, is_encoder_decoder=True),
     )
-    long_after = draw(st.sampled_from((None, None, 5, 12, 20)))
-    return replace(draw(st.sampled_from(variants)), long_after=long_after)
+    return replace(
+        draw(st.sampled_from(variants)),
+        long_after=draw(st.sampled_from((None, None, 5, 12, 20))),
+        long_prefill_token_threshold=draw(st.sampled_from((0, 1, 2, 4, 8, 16))),
+        long_prefill_pause=draw(st.sampled_from((0, 0, 1, 3))),
+    )

@@ -27,6 +27,13 @@ from .strategies import (
 
 LEAST_PRIORITY = 2
 TARGET = "target"
+# When a prompt is long, and how long such a prompt pauses: see `Limits`.
+long_limits = st.fixed_dictionaries(
+    {
+        "long_prefill_token_threshold": st.sampled_from((0, 1, 3, 6)),
+        "long_prefill_pause": st.sampled_from((0, 2)),
+    }
+)
 thorough = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -123,6 +130,7 @@ def make_driver(
     num_first=st.integers(1, 6),
     num_before=st.integers(1, 6),
     num_steps_before=st.integers(0, 5),
+    long=long_limits,
 )
 def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
     data: st.DataObject,
@@ -132,6 +140,7 @@ def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
     num_first: int,
     num_before: int,
     num_steps_before: int,
+    long: dict[str, int],
 ) -> None:
     small = visual_requests(items=("two", "three", "rows"), max_tokens=1)
     models = data.draw(st.lists(small, min_size=1, max_size=2))
@@ -143,6 +152,7 @@ def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
         encoder_cache_size=6,
         max_num_encoder_embeds=max_num_encoder_embeds,
         bidirectional_modalities=frozenset({"image"}) if is_whole else frozenset(),
+        **long,
     )
     driver = make_driver(limits, policy="priority")
     driver.add(
@@ -161,9 +171,14 @@ def test_item_as_large_as_the_encoder_cache_is_not_starved_by_smaller_ones(
     num_first=st.integers(1, 14),
     encoder_cache_size=st.sampled_from((6, 20)),
     max_num_encoder_embeds=st.sampled_from((6, 20)),
+    long=long_limits,
 )
 def test_small_item_is_not_starved_by_deferred_spans(
-    budget: int, num_first: int, encoder_cache_size: int, max_num_encoder_embeds: int
+    budget: int,
+    num_first: int,
+    encoder_cache_size: int,
+    max_num_encoder_embeds: int,
+    long: dict[str, int],
 ) -> None:
     limits = Limits(
         max_model_len=MAX_MODEL_LEN,
@@ -172,6 +187,7 @@ def test_small_item_is_not_starved_by_deferred_spans(
         encoder_cache_size=encoder_cache_size,
         max_num_encoder_embeds=max_num_encoder_embeds,
         bidirectional_modalities=frozenset({"image"}),
+        **long,
     )
     driver = make_driver(limits)
     params = SamplingParams(max_tokens=1)
@@ -187,9 +203,15 @@ def test_small_item_is_not_starved_by_deferred_spans(
     num_readers=st.integers(1, 3),
     num_spare=st.integers(1, 3),
     num_blocks=st.integers(10, 24),
+    long=long_limits,
 )
 def test_readers_go_on_although_spans_take_the_blocks(
-    data: st.DataObject, item: str, num_readers: int, num_spare: int, num_blocks: int
+    data: st.DataObject,
+    item: str,
+    num_readers: int,
+    num_spare: int,
+    num_blocks: int,
+    long: dict[str, int],
 ) -> None:
     """Each step has room for the readers, or for a span and a few of them, but not for all."""
     limits = Limits(
@@ -199,6 +221,7 @@ def test_readers_go_on_although_spans_take_the_blocks(
         encoder_cache_size=20,
         max_num_encoder_embeds=20,
         bidirectional_modalities=frozenset({"image"}),
+        **long,
     )
     driver = make_driver(limits, block_size=1, num_blocks=num_blocks)
     for index in range(num_readers):

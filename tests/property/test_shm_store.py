@@ -51,7 +51,8 @@ def check_table(store: ShmStore) -> None:
         for offset, room in extents:
             assert offset >= end, "items overlap"
             end = offset + room
-        assert end <= index.capacity_bytes
+        assert end <= index.reserved_bytes <= index.capacity_bytes
+        assert os.fstat(store.fd).st_blocks * 512 >= index.reserved_bytes
         ready = [slot for slot in slots if index._states[slot] == SlotState.READY]
         keys = [index._keys[:, slot].tobytes() for slot in ready]
         references = [store._add_lease(slot) for slot in ready]

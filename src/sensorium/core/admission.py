@@ -39,6 +39,11 @@ class Limits:
     # A request of more tokens than this is computed in another way (other rotary factors), so that
     # a request that grows beyond it starts again. None: length changes nothing.
     long_after: int | None = None
+    # A prompt is long if more tokens than this are to be computed when it starts. While others wait
+    # for their first token, long prompts have no more in a step. 0: no prompt is long.
+    long_prefill_token_threshold: int = 0
+    # The steps of others between two steps with tokens of long prompts.
+    long_prefill_pause: int = 0
 
 
 def check_request(request: EngineCoreRequest, limits: Limits) -> None:

@@ -6,9 +6,9 @@ Invariants:
   1. Every accepted request gets exactly one output with a finish reason.
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
-  4. Requests are served in order, with three exceptions. Tokens are reserved for a media span that
+  4. Requests are served in order, with four exceptions. Tokens are reserved for a media span that
      did not fit into the last step. Requests of a client call beyond its share are passed over, and
-     so are those that are held.
+     so are those that are held. Long prompts let others go first (`core.long_prompts`).
   5. The first running request is never preempted: all behind it can be preempted for it.
   6. A step is empty only if there are no requests but held ones, or if all others wait for the step
      under way.
@@ -32,8 +32,10 @@ from sensorium.core.admission import Limits, check_growth, check_request, get_un
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.listeners import Listeners
+from sensorium.core.long_prompts import LongPrompts
 from sensorium.core.request import Rank, Request, RequestStatus, SchedulerCounters
 from sensorium.core.seat_shares import SeatShares
+from sensorium.core.waiting_queue import WaitingQueue
 from sensorium.core.window_planner import Carryover, Shortage, Step, WindowPlan, WindowPlanner
 from sensorium.types.errors import FailedRequestError, RequestError
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
@@ -68,7 +70,7 @@ class Scheduler:
         self.encoder_cache = encoder_cache
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
-        self.waiting: list[Request] = []  # in the order of service
+        self.waiting = WaitingQueue()
         self.held: dict[
             str, Request
         ] = {}  # by id; they are LOADING, and have no seat and no blocks
@@ -78,6 +80,11 @@ class Scheduler:
         self._clock = clock
         self._planner = WindowPlanner(limits, encoder_cache)
         self._shares = SeatShares(limits.max_num_seqs)
+        self._long_prompts = LongPrompts(
+            limits.long_prefill_token_threshold,
+            pause=limits.long_prefill_pause,
+            max_num_tokens=limits.max_num_batched_tokens,
+        )
         self._num_arrivals = 0
         self._num_runs = 0
         self._stopped: list[str] = []
@@ -110,9 +117,18 @@ class Scheduler:
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         if request.num_heard:
-            insort(self.waiting, request, key=_rank_of)
+            self._enqueue(request)
         else:
             self.listeners.add(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """Put a request that has no blocks into the queue, among the long prompts if it has one."""
+        if self._long_prompts.is_long(request, 0):
+            hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
+            if self._long_prompts.is_long(request, hit.num_tokens):
+                self.waiting.add_long(request, request.num_tokens - hit.num_tokens)
+                return
+        self.waiting.add(request)
 
     def append_sound(
         self, request_id: str, num_positions: int, *, is_last: bool = False
@@ -130,8 +146,10 @@ class Scheduler:
             return request.make_output(FinishReason.STOP, self._clock())
         if request_id in self.listeners and request.num_heard > request.num_computed_tokens:
             self.listeners.remove(request_id)
-            is_running = request.status is RequestStatus.RUNNING
-            insort(self.running if is_running else self.waiting, request, key=_rank_of)
+            if request.status is RequestStatus.RUNNING:
+                insort(self.running, request, key=_rank_of)
+            else:
+                self._enqueue(request)
         return None
 
     def abort_request(self, request_id: str) -> EngineCoreOutput | None:
@@ -161,7 +179,7 @@ class Scheduler:
         request = self.held.pop(request_id)
         request.status = RequestStatus.WAITING
         self.listeners.hold_up_others = False  # it may be this one's turn
-        insort(self.waiting, request, key=_rank_of)
+        self._enqueue(request)
 
     @property
     def has_requests(self) -> bool:
@@ -181,19 +199,24 @@ class Scheduler:
             step.is_short_of_blocks
             or step.reserved_for
             or (step.is_encoder_resting and not step.has_waiting)
+            or self._long_prompts.is_limiting
         ):
             # The step only preempted requests, or reserved tokens for a request that could not use
-            # them, or there is nothing to do but to encode.
+            # them, or there is nothing to do but to encode, or to compute long prompts.
             if step.is_encoder_resting and not step.is_short_of_blocks:
                 self._carryover.end_rest()
+            self._long_prompts.lift()
             step = self._fill_step()
+        self._long_prompts.end_step(has_tokens=bool(step.scheduled))
         self.listeners.note_step(is_idle=not step.scheduled and not self.running)
         self._carryover.add_encoded(step, self.limits.max_num_encoder_embeds)
         return self._make_output(step)
 
     def _fill_step(self) -> Step:
+        self._long_prompts.begin_step(self.running, self.waiting)
         self._make_room_for_others()
         self._make_room_for_sound()
+        self._long_prompts.choose(self.waiting, has_seat=self._num_free_seats > 0)
         step = self._carryover.begin(self.limits, self._can_go_on)
         resting = self._shares.get_resting(self.running)
         for request in [r for r in self.running if r.request_id not in resting]:
@@ -201,7 +224,9 @@ class Scheduler:
                 self._schedule_running(request, step)
         step.num_reserved_tokens = 0
         while self.waiting and self._can_start(step):
-            if not self._schedule_waiting(self._shares.get_next(self.waiting), step):
+            startable = self._long_prompts.list_startable(self.waiting)
+            next_request = self._shares.get_next(startable)
+            if next_request is None or not self._schedule_waiting(next_request, step):
                 break
         self._carryover.take_deferred(step)
         return step
@@ -209,18 +234,21 @@ class Scheduler:
     def _make_room_for_others(self) -> None:
         """Preempt requests of a client call that runs too many of them while other calls wait."""
         # This comes first because a request that has work in a step is not preempted in it.
-        if not self.waiting:
+        entitled = self._long_prompts.get_entitled(self.waiting)
+        next_request = self._shares.get_next(self.waiting.iterate_with(entitled))
+        if next_request is None:
             return
-        blocked_rank = None if self._blocked is None else self._blocked[0]
-        is_next_blocked = self._shares.get_next(self.waiting).rank == blocked_rank
+        is_next_blocked = self._blocked is not None and next_request.rank == self._blocked[0]
         for request in self._shares.get_surplus(
-            self.running, self.waiting, num_free=0 if is_next_blocked else self._num_free_seats
+            self.running,
+            self.waiting.iterate_with(entitled),
+            num_free=0 if is_next_blocked else self._num_free_seats,
         ):
             self._preempt(request)
 
     def _make_room_for_sound(self) -> None:
         """Preempt requests for a live one, which has a seat and blocks set aside."""
-        first = self.waiting[0] if self.waiting else None
+        first = self.waiting.first
         if first is None or not first.core_request.is_live:
             return
         while self.running and not self.running[-1].core_request.is_live:
@@ -270,6 +298,13 @@ class Scheduler:
         if self._blocked == (request.rank, num_releases):
             return False
         hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
+        if self._long_prompts.is_long(request, hit.num_tokens) and not self.waiting.is_long(
+            request
+        ):
+            # What was cached when it came has been evicted. It waits among the long ones.
+            self.waiting.remove(request)
+            self.waiting.add_long(request, request.num_tokens - hit.num_tokens)
+            return True
         request.has_media = hit.has_media
         is_behind = step.is_encoder_closed
         plan = self._plan(request, hit.num_tokens, step)
@@ -291,6 +326,8 @@ class Scheduler:
         self.waiting.remove(request)
         insort(self.running, request, key=_rank_of)
         self._shares.take(request)
+        if self._long_prompts.is_long(request, num_cached_tokens):
+            self._long_prompts.add(request)
         request.status = RequestStatus.RUNNING
         self._num_runs += 1
         request.run = self._num_runs
@@ -305,12 +342,15 @@ class Scheduler:
         step.add_started(request)
 
     def _plan(self, request: Request, start: int, step: Step) -> WindowPlan:
-        plan = self._planner.get_plan(request, start, step)
+        most = self._long_prompts.get_most(request, start)
+        plan = self._planner.get_plan(request, start, step, most)
         if plan.shortage is Shortage.SPAN and not step.is_encoder_closed:
             span = request.get_split_span(start + 1)
             step.deferred = (request.request_id, span[1] - start) if span else None
         if plan.shortage in (Shortage.SPAN, Shortage.ENCODER_SPACE):
             step.is_encoder_closed = True
+        if plan.is_empty and plan.shortage is not Shortage.TOKENS:
+            self._long_prompts.keep_turn(request)
         return plan
 
     def _allocate_or_preempt(
@@ -335,13 +375,14 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.WAITING
         request.set_back()
-        insort(self.waiting, request, key=_rank_of)
+        self._enqueue(request)
 
     def _commit(self, request: Request, plan: WindowPlan, block_ids: BlockIds, step: Step) -> None:
         encoder_inputs = self.encoder_cache.take_items(
             request, to_share=plan.to_share, to_encode=plan.to_encode, duplicates=plan.duplicates
         )
         step.num_encoder_embeds += request.count_embeds(plan.to_encode)
+        self._long_prompts.note_tokens(request, plan.end - plan.start)
         step.add_tokens(request, plan.end, block_ids, encoder_inputs)
 
     def _make_output(self, step: Step) -> SchedulerOutput:
@@ -516,8 +557,10 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> None:
         was_held = self.held.pop(request.request_id, None) is not None
         if not self.listeners.forget(request.request_id) and not was_held:
-            is_running = request.status is RequestStatus.RUNNING
-            (self.running if is_running else self.waiting).remove(request)
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
         self._release(request)
         request.status = RequestStatus.FINISHED
         self.counters.finished[reason] += 1
@@ -529,4 +572,5 @@ class Scheduler:
         self.encoder_cache.free(request)
         if request.status is RequestStatus.RUNNING:
             self._shares.release(request)
+            self._long_prompts.remove(request.request_id)
             self._stopped.append(request.request_id)

@@ -56,22 +56,24 @@ class SeatShares:
         if not self._num_held[group]:
             del self._num_held[group]
 
-    def get_next(self, waiting: Sequence[Request]) -> Request:
-        """Return the waiting request that is to start next.
+    def get_next(self, waiting: Iterable[Request]) -> Request | None:
+        """Return the waiting request that is to start next, or `None` if none waits.
 
         Among the requests with the priority of the first one, this is the first one of a client
         call that holds less than its share of the seats. If there is none, it is the first waiting
         request. The search takes time in proportion to the waiting requests that it passes over.
         """
+        first = None
         for request in waiting:
-            if _get_urgency(request) > _get_urgency(waiting[0]):
+            first = first or request
+            if _get_urgency(request) > _get_urgency(first):
                 break
             if self._num_held[request.group] < self._share:
                 return request
-        return waiting[0]
+        return first
 
     def get_surplus(
-        self, running: Sequence[Request], waiting: Sequence[Request], *, num_free: int
+        self, running: Sequence[Request], waiting: Iterable[Request], *, num_free: int
     ) -> list[Request]:
         """Return the running requests that must give up their seats to other client calls.
 
@@ -80,7 +82,7 @@ class SeatShares:
         `num_free` is the number of free seats. It is 0 if the next waiting request could not start
         for lack of memory.
         """
-        if self._largest is None or not waiting:
+        if self._largest is None:
             return []
         num_over = self._num_held[self._largest] - self._share
         own = [request for request in running if request.group == self._largest]

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -191,18 +192,21 @@ class WindowPlanner:
         self._limits = limits
         self._encoder_cache = encoder_cache
 
-    def get_plan(self, request: Request, start: int, step: Step) -> WindowPlan:
+    def get_plan(self, request: Request, start: int, step: Step, most: int) -> WindowPlan:
         """Return a plan for the tokens of a request from `start` on that fit into a step.
 
-        The plan is empty, with the reason in `shortage`, if none of them fit.
+        It has at most `most` tokens, or else one unsplittable span. The plan is empty, with the
+        reason in `shortage`, if none of them fit.
         """
         # A request that dropped tokens and is computed again has more of them than the model takes
         # at once. They are dropped again before it goes on.
         ready = min(request.num_ready_tokens, self._limits.max_model_len)
-        end = min(ready, start + step.num_tokens_left)
+        last = min(ready, start + step.num_tokens_left)
+        end = min(last, start + most)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.TOKENS)
-        end = self._get_end_outside_span(request, start, end, is_first=step.num_tokens == 0)
+        is_first = step.num_tokens == 0
+        end = self._get_end_outside_span(request, start, end, math.inf if is_first else last)
         if end <= start:
             return WindowPlan(start=start, end=start, shortage=Shortage.SPAN)
         room = _EncoderRoom(self._encoder_cache, self._limits, step)
@@ -226,14 +230,11 @@ class WindowPlanner:
         cache = self._encoder_cache
         return [i for i in range(first, last) if request.get_encoder_key(i) not in cache]
 
-    def _get_end_outside_span(
-        self, request: Request, start: int, end: int, *, is_first: bool
-    ) -> int:
+    def _get_end_outside_span(self, request: Request, start: int, end: int, last: float) -> int:
         """Return `end`, moved so that it does not split a media span that needs a single step.
 
-        It moves to the start of the span. If the window would be empty then, and this is the first
-        request of the step (`is_first`), it moves to the end of the span instead, even beyond the
-        token budget.
+        It moves to the start of the span. If the window would be empty then, it moves to the end of
+        the span instead, if that is not beyond `last`.
         """
         span = request.get_split_span(end)
         if span is None:
@@ -241,7 +242,7 @@ class WindowPlanner:
         span_start, span_end = span
         if span_start > start:
             return span_start
-        return span_end if is_first else start
+        return span_end if span_end <= last else start
 
     def _get_end_with_encoders(
         self, request: Request, start: int, end: int, room: _EncoderRoom

@@ -67,7 +67,9 @@ def test_defaults_fit_the_model_and_a_cpu() -> None:
     config = resolve(OPTIONS)
     assert config.limits.max_model_len == 4096
     assert config.limits.max_num_seqs == 32
-    assert config.limits.max_num_batched_tokens == 2048
+    assert config.limits.max_num_batched_tokens == 512
+    assert config.limits.long_prefill_token_threshold == 512
+    assert config.limits.long_prefill_pause > 0
     assert config.limits.max_num_encoder_embeds == 2048
     assert config.limits.encoder_cache_size == 16_384
     assert config.block_size == 16
@@ -116,6 +118,24 @@ def test_what_the_user_says_is_what_is_used() -> None:
 def test_a_size_that_is_no_count_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ModelError, match=f"{name} must be an integer >= 1, not"):
         EngineOptions(**{name: value})
+
+
+@pytest.mark.parametrize(("given", "budget", "expected"), [(0, 64, 0), (None, 64, 64), (99, 8, 99)])
+def test_the_threshold_of_long_prompts_is_at_most_a_step_unless_it_is_given(
+    given: int | None, budget: int, expected: int
+) -> None:
+    options = replace(OPTIONS, long_prefill_token_threshold=given, max_num_batched_tokens=budget)
+    assert resolve(options).limits.long_prefill_token_threshold == expected
+
+
+def test_a_gpu_computes_long_prompts_in_larger_pieces_without_a_pause() -> None:
+    limits = resolve_limits(
+        OPTIONS,
+        text_config=SimpleNamespace(architectures=None, max_position_embeddings=4096),  # type: ignore[arg-type]
+        device=torch.device("cuda"),
+    )
+    assert limits.max_num_batched_tokens == limits.max_num_encoder_embeds == 8192
+    assert (limits.long_prefill_token_threshold, limits.long_prefill_pause) == (2048, 0)
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:

@@ -24,7 +24,7 @@ _NO_LORA = (
     "Merge the adapter into its base model (`merge_and_unload` of PEFT), and serve the result."
 )
 _NO_SPECULATION = "There is no speculative decoding: each step computes one token of an answer."
-_PIECES = "--max-num-batched-tokens bounds the tokens of a step."
+_PIECES = "--long-prefill-token-threshold bounds what long prompts have of a step."
 _GRAPHS = "Nothing is compiled; CUDA graphs follow --cuda-graph-sizes and --enforce-eager."
 _TRANSFORMERS_ONLY = "Models run as Transformers has them, and generate text or transcripts."
 _NO_POOLING = "There is no pooling: models generate text or transcripts."
@@ -209,7 +209,6 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("--disable-async-output-proc", "on off", "See --overlap."),
     ("--max-num-partial-prefills N", "1", _PIECES),
     ("--max-long-partial-prefills N", "1", _PIECES),
-    ("--long-prefill-token-threshold N", "0", _PIECES),
     ("--prefill-schedule-interval N", "0 1", _PIECES),
     ("--num-scheduler-steps N", "1", "Each step is planned for itself."),
     ("--multi-step-stream-outputs BOOL", ANY, "Each step is planned for itself."),

@@ -28,6 +28,16 @@ _FRAME_CACHE_SIZE = 2**20  # 5 hours for wav2vec2, a day for Parakeet, in 16 MiB
 # Device type -> share of the memory that is free after the weights are loaded. On a CPU other
 # programs need memory too; on CUDA `gpu_memory_utilization` has already left them theirs.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
+# Device type -> the most tokens in a step. On a CPU a step of 2048 takes seconds, in which nobody
+# else has a token, and no less time for each of its tokens than one of 512.
+_MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
+# Device type -> the most media embeddings in a step. One item of many models has more than 512.
+_MAX_NUM_ENCODER_EMBEDS = {"cpu": 2048, "cuda": 8192}
+# Device type -> the length from which on a prompt lets others go first, if a step has as much.
+_LONG_PREFILL = {"cpu": 512, "cuda": 2048}
+# Device type -> steps of others between two pieces of such prompts. A piece takes a CPU as long as
+# dozens of steps in which everybody only has one token. A GPU computes both in one.
+_LONG_PREFILL_PAUSE = {"cpu": 32, "cuda": 0}
 # Device types whose steps are computed while the host goes on. A CPU computes a step at once, and
 # would only give its results later if the next one was launched first.
 OVERLAP_DEVICES = {"cuda"}
@@ -75,15 +85,22 @@ def resolve_limits(
     reduced afterwards to what the loaded model and the KV cache allow.
     """
     is_cuda = device.type == "cuda"
-    max_num_batched_tokens = options.max_num_batched_tokens or (8192 if is_cuda else 2048)
+    max_num_batched_tokens = options.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[device.type]
+    threshold = options.long_prefill_token_threshold
+    if threshold is None:
+        threshold = min(_LONG_PREFILL[device.type], max_num_batched_tokens)
     return Limits(
         max_model_len=resolve_context(options, text_config=text_config),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs or (256 if is_cuda else 32),
         encoder_cache_size=options.encoder_cache_size
         or (_FRAME_CACHE_SIZE if is_recogniser(text_config) else _ENCODER_CACHE_SIZE),
-        max_num_encoder_embeds=options.max_num_encoder_embeds or max_num_batched_tokens,
+        max_num_encoder_embeds=options.max_num_encoder_embeds
+        or options.max_num_batched_tokens
+        or _MAX_NUM_ENCODER_EMBEDS[device.type],
         disable_chunked_mm_input=options.disable_chunked_mm_input,
+        long_prefill_token_threshold=threshold,
+        long_prefill_pause=_LONG_PREFILL_PAUSE[device.type],
     )
 
 

@@ -114,8 +114,18 @@ class EngineOptions:
     )
     max_num_batched_tokens: int | None = _most(
         "The most tokens in a step. The command line also takes 8k (8000) and 8K (8192).",
-        default_text="2048 on a CPU, 8192 on CUDA",
+        default_text="512 on a CPU, 8192 on CUDA",
         kind="tokens",
+    )
+    long_prefill_token_threshold: int | None = serve_option(
+        None,
+        kind="integer",
+        least=0,
+        metavar="N",
+        default_text="512 on a CPU, 2048 on CUDA, but at most max_num_batched_tokens",
+        help="A prompt with more tokens that are not cached is long. While others wait for their "
+        "first token, long prompts together have at most so many tokens in a step, and at most "
+        "half of it; on a CPU they also pause while others run. With 0 no prompt is long.",
     )
     kv_cache_memory_bytes: int | None = serve_option(
         None,
@@ -131,7 +141,7 @@ class EngineOptions:
     )
     max_num_encoder_embeds: int | None = _most(
         "The most media embeddings that are computed in a step.",
-        default_text="as max_num_batched_tokens",
+        default_text="max_num_batched_tokens if that is given, else 2048 on a CPU, 8192 on CUDA",
     )
     block_size: int = serve_option(
         16, least=1, metavar="N", help="The number of tokens in a block of the KV cache."
@@ -250,7 +260,7 @@ class MediaOptions:
         least=0,
         most=2**20,
         metavar="GIB",
-        help="The room for processed media, in GiB. 0 keeps nothing.",
+        help="The room for processed media, in GiB. It takes memory as it fills. 0 keeps nothing.",
     )
     mm_processor_cache_type: str = engine_option(
         "lru",

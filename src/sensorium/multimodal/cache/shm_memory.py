@@ -8,8 +8,8 @@ The table owns the slots and the order of use, and never touches the bytes of an
 run inside the mutex, and any of them may be cut off by a SIGKILL after any of its stores.
 
 Invariants of the segment:
-  1. Every byte is reserved and mapped before the first use, and the size is sealed: no access can
-     end in a SIGBUS.
+  1. Every byte is reserved before its first use, and the size is sealed: no access can end in a
+     SIGBUS. The table is reserved at the start, and the room for items as it is needed.
   2. A process that dies in any way gives up the mutex and its membership in that moment, after the
      last of its threads has stopped writing. Both are locks of an open file.
   3. Locks belong to a file description that is never handed to another process. It must not be
@@ -21,11 +21,14 @@ Invariants of the table, at every instruction:
   2. Slots that are not FREE don't overlap. Free space is what they leave; it is not recorded.
   3. A slot with a lease is freed only by its last leaseholder, or after the death of that one.
   4. WRITING and RETIRED slots without a lease have no owner; `free_orphans` frees them.
+  5. Items lie in the part of the data region that is reserved. It is a beginning of the region, and
+     only grows. Where the system lacks memory for that, the table evicts items as if it were full.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -43,6 +46,10 @@ from sensorium.types.errors import CapacityError, InvariantError, ModelError
 from sensorium.types.multimodal import ShmReference
 from sensorium.utils.system_memory import get_free_system_bytes
 
+logger = logging.getLogger(__name__)
+
+# What the system keeps available for others when memory for items is reserved.
+_LEFT_BYTES = 256 * 2**20
 # struct flock of 64-bit Linux: type, whence, start, length, pid, padding.
 _FLOCK = struct.Struct("@hhqqi0q")
 
@@ -62,35 +69,31 @@ class ShmSegment:
         self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         self._thread_lock = threading.Lock()
         self._is_closed = False
-        self.buffer = memoryview(
-            mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        )
+        self._has_warned = False
+        # Without MAP_POPULATE, which would give pages to what is not reserved.
+        self.buffer = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, flags=mmap.MAP_SHARED))
 
     @classmethod
-    def create(cls, num_bytes: int) -> ShmSegment:
-        """Return new shared memory of `num_bytes` zeros.
+    def create(cls, num_bytes: int, *, reserved_bytes: int) -> ShmSegment:
+        """Return new shared memory of `num_bytes` zeros, and reserve the first ones.
 
-        Raise `ModelError` if the system is not Linux, or has too little memory available.
+        The others must not be used before `reserve` has returned True for them. Raise `ModelError`
+        if the system is not Linux, or has too little memory for `reserved_bytes`.
         """
         if sys.platform != "linux":
             raise ModelError(
                 "the shared-memory cache needs Linux: give mm_processor_cache_type=lru"
             )
-        free_bytes = get_free_system_bytes()
-        if num_bytes > free_bytes:
-            raise ModelError(
-                f"the shared-memory cache needs {num_bytes / 2**30:.1f} GiB, and the system has "
-                f"{free_bytes / 2**30:.1f} GiB available: give a smaller mm_processor_cache_gb"
-            )
         fd = os.memfd_create("sensorium", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(fd, 0, num_bytes)
+            os.ftruncate(fd, num_bytes)
+            os.posix_fallocate(fd, 0, reserved_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             return cls(fd)
         except OSError as error:
             os.close(fd)
             raise ModelError(
-                f"the shared-memory cache can't reserve {num_bytes} bytes: {error.strerror}"
+                f"the shared-memory cache can't reserve {reserved_bytes} bytes: {error.strerror}"
                 "; give a smaller mm_processor_cache_gb"
             ) from error
 
@@ -101,6 +104,31 @@ class ShmSegment:
         The descriptor is duplicated, so the caller still has to close it.
         """
         return cls(os.dup(fd))
+
+    def reserve(self, start: int, end: int) -> bool:
+        """Reserve the bytes `[start, end)`, and return whether the system had memory for them.
+
+        Bytes that are reserved already stay as they are.
+        """
+        # Looked up first: a reservation beyond a control group's limit would not fail, but have the
+        # kernel kill a process.
+        free_bytes = get_free_system_bytes()
+        if end - start + _LEFT_BYTES <= free_bytes:
+            try:
+                os.posix_fallocate(self.fd, start, end - start)
+            except OSError:
+                pass
+            else:
+                return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the cache of processed media stays at %d MiB for now, because the system has only "
+                "%d MiB available",
+                start // 2**20,
+                free_bytes // 2**20,
+            )
+        return False
 
     def __enter__(self) -> None:
         self._thread_lock.acquire()
@@ -159,6 +187,7 @@ def _describe(kind: int, member: int) -> bytes:
 MAX_MEMBERS = 256
 ALIGNMENT = 64  # of an item in the data region, in bytes
 HEADER_BYTES = 4096
+EXTENT_BYTES = 64 * 2**20  # reserved at a time, which takes some hundredths of a second
 _MAGIC = 0x53454E53_53484D31
 _WORD_BITS = 64
 _KEY_WORDS = 4
@@ -192,6 +221,7 @@ class _Field(IntEnum):
     CLOCK = 4
     NUM_EVICTIONS = 5
     NUM_OVERSIZE = 6
+    RESERVED = 7
 
 
 def get_table_bytes(num_slots: int) -> int:
@@ -207,7 +237,15 @@ class ShmIndex:
     without it, for a slot on which the caller has a lease.
     """
 
-    def __init__(self, buffer: memoryview) -> None:
+    def __init__(
+        self, buffer: memoryview, *, reserve: Callable[[int, int], bool] = lambda *_: False
+    ) -> None:
+        """Find the table at the beginning of the shared memory.
+
+        `reserve` reserves the bytes from one offset of the memory to another, and returns whether
+        the system had memory for them.
+        """
+        self._reserve_bytes = reserve
         header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
         if header[_Field.MAGIC] != _MAGIC:
             raise InvariantError("the inherited file descriptor is not a shared-memory media cache")
@@ -278,6 +316,11 @@ class ShmIndex:
                 if bits >> bit & 1:
                     yield word * _WORD_BITS + bit
 
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes at the beginning of the data region that items may lie in."""
+        return int(self._header[_Field.RESERVED])
+
     def statistics(self) -> CacheStatistics:
         """Return the counts of items, bytes, evictions and oversized items, and the capacity.
 
@@ -314,6 +357,9 @@ class ShmIndex:
         """
         room = -(-(block_bytes + metadata_bytes) // ALIGNMENT) * ALIGNMENT
         plan = self._plan(room)
+        # An item is evicted only where no memory is left to be reserved.
+        if (plan is None or plan[1]) and self._grow(room):
+            plan = self._plan(room)
         if plan is None:
             return None
         offset, victims = plan
@@ -394,6 +440,23 @@ class ShmIndex:
 
     # Room.
 
+    def _grow(self, room: int) -> bool:
+        """Reserve memory for `room` bytes more, behind all items, and return whether it has grown.
+
+        It grows by whole extents, and not beyond the capacity.
+        """
+        before = self.reserved_bytes
+        used = np.flatnonzero(self._states)  # FREE is 0
+        end = int((self._offsets[used] + self._rooms[used]).max(initial=np.uint64(0)))
+        table_bytes = get_table_bytes(self.num_slots)
+        while self.reserved_bytes < min(end + room, self.capacity_bytes):
+            start = self.reserved_bytes
+            grown = min(start + EXTENT_BYTES, self.capacity_bytes)
+            if not self._reserve_bytes(table_bytes + start, table_bytes + grown):
+                break
+            self._header[_Field.RESERVED] = grown
+        return self.reserved_bytes > before
+
     def _plan(self, room: int) -> tuple[int, list[int]] | None:
         """Return an offset at which `room` bytes fit, and the slots that must be evicted for that.
 
@@ -412,7 +475,7 @@ class ShmIndex:
         def find_gap(num_evicted: int) -> int | None:
             is_kept = np.ones(len(slots), dtype=bool)
             is_kept[evictable[:num_evicted]] = False
-            return _find_gap(starts[is_kept], ends[is_kept], self.capacity_bytes, room)
+            return _find_gap(starts[is_kept], ends[is_kept], self.reserved_bytes, room)
 
         num_evicted = _find_smallest(
             lambda count: find_gap(count) is not None, num_slots_lacking, len(evictable)
@@ -476,8 +539,9 @@ _MAX_SLOTS = 8 * 1024
 def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
     """Return new shared memory with an empty table of media items.
 
-    `capacity_bytes` is the room for all items, and `max_object_bytes` is the limit for one of them.
-    Raise `ModelError` if either is less than 1, or if the system has too little memory.
+    `capacity_bytes` is the most room for all items, and `max_object_bytes` is the limit for one of
+    them. Memory for items is reserved when they come. Raise `ModelError` if either is less than 1,
+    or if the system has too little memory for the table.
     """
     if capacity_bytes < 1 or max_object_bytes < 1:
         raise ModelError(
@@ -485,10 +549,23 @@ def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
         )
     capacity_bytes = -(-capacity_bytes // HEADER_BYTES) * HEADER_BYTES
     num_slots = min(max(capacity_bytes // _CAPACITY_PER_SLOT, _MIN_SLOTS), _MAX_SLOTS)
-    segment = ShmSegment.create(get_table_bytes(num_slots) + capacity_bytes)
+    table_bytes = get_table_bytes(num_slots)
+    segment = ShmSegment.create(table_bytes + capacity_bytes, reserved_bytes=table_bytes)
+    write_header(
+        segment,
+        num_slots=num_slots,
+        capacity_bytes=capacity_bytes,
+        max_object_bytes=max_object_bytes,
+    )
+    return segment
+
+
+def write_header(
+    segment: ShmSegment, *, num_slots: int, capacity_bytes: int, max_object_bytes: int
+) -> None:
+    """Make an empty table at the beginning of new shared memory, where it is reserved."""
     header = np.frombuffer(segment.buffer, np.uint64, HEADER_BYTES // 8)
     header[_Field.NUM_SLOTS] = num_slots
     header[_Field.CAPACITY] = capacity_bytes
     header[_Field.MAX_OBJECT] = max_object_bytes
     header[_Field.MAGIC] = _MAGIC
-    return segment

@@ -76,7 +76,7 @@ class ShmStore:
         self._writers = threading.Condition()
         with segment:
             try:
-                self._index = ShmIndex(segment.buffer)
+                self._index = ShmIndex(segment.buffer, reserve=segment.reserve)
                 self._data = segment.buffer[get_table_bytes(self._index.num_slots) :]
                 self._member = segment.join(MAX_MEMBERS)
                 self._index.discharge(self._member)  # a dead one may have had the number

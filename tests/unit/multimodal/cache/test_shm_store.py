@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-from sensorium.multimodal.cache.shm_memory import MAX_MEMBERS, SlotState
+from sensorium.multimodal.cache import shm_memory
+from sensorium.multimodal.cache.shm_memory import MAX_MEMBERS, ShmSegment, SlotState
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.errors import CapacityError, InvariantError, ModelError, RequestError
 from sensorium.types.multimodal import ItemLayout, ProcessedItem, ShmReference
@@ -369,3 +372,141 @@ def test_threads_share_an_instance(store: ShmStore) -> None:
     assert errors == []
     # Not the leases in the table: a slot that lost a race was freed with its lease in it.
     assert store._num_leases.total() == 0
+
+
+EXTENT = 64 * 1024  # for the tests of a cache that is reserved as it fills
+LARGE = 30_000  # bytes of an item: two in an extent
+
+
+@pytest.fixture
+def growing(monkeypatch: pytest.MonkeyPatch) -> Iterator[ShmStore]:
+    """A store of four small extents."""
+    monkeypatch.setattr(shm_memory, "EXTENT_BYTES", EXTENT)
+    with closing(ShmStore.create(capacity_bytes=4 * EXTENT, max_object_bytes=2 * EXTENT)) as store:
+        yield store
+
+
+def get_num_extents(store: ShmStore) -> float:
+    """Return how many extents of memory the kernel has given to a store."""
+    table_bytes = shm_memory.get_table_bytes(store._index.num_slots)
+    return (os.fstat(store.fd).st_blocks * 512 - table_bytes) / EXTENT
+
+
+def put_large(store: ShmStore, names: str) -> None:
+    for index, name in enumerate(names):
+        store.release(put(store, make_item(name, LARGE, fill=index + 1)))
+
+
+def check_large(store: ShmStore, name: str, fill: int) -> None:
+    entry = store.acquire(make_hash(name))
+    assert entry is not None
+    pixels = store.open(entry.reference)["pixel_values"]
+    assert isinstance(pixels, torch.Tensor)
+    assert (pixels == fill).all()
+    store.release(entry.reference)
+
+
+def test_a_default_cache_takes_little_memory_before_it_has_items() -> None:
+    store = ShmStore.create(capacity_bytes=4 * 2**30, max_object_bytes=128 * 2**20)
+    other = ShmStore.attach(store.fd)
+    assert os.fstat(store.fd).st_blocks * 512 < 4 * 2**20
+    keep(other, "a")
+    assert os.fstat(store.fd).st_blocks * 512 < 70 * 2**20
+    assert get_cached(store) == "a"
+    for each in (store, other):
+        each.close()
+
+
+def test_memory_is_reserved_as_the_cache_fills_by_whichever_process(growing: ShmStore) -> None:
+    assert get_num_extents(growing) == 0
+    with closing(ShmStore.attach(growing.fd)) as other:
+        put_large(growing, "ab")
+        assert get_num_extents(growing) == 1
+        put_large(other, "cde")
+        assert get_num_extents(growing) == 3
+        for index, name in enumerate("abcde"):
+            check_large(growing, name, (index if index < 2 else index - 2) + 1)
+    put_large(growing, "fgh")
+    assert get_num_extents(growing) == 4
+    assert get_cached(growing) == "abcdefgh"
+    assert growing.statistics().num_evictions == 0
+    put_large(growing, "i")
+    assert get_num_extents(growing) == 4
+    assert get_cached(growing) == "bcdefgh"
+
+
+def test_an_item_larger_than_an_extent_takes_several(growing: ShmStore) -> None:
+    growing.release(put(growing, make_item("a", EXTENT + 10_000)))
+    assert get_num_extents(growing) == 2
+
+
+@pytest.mark.parametrize("is_exhausted", [False, True], ids=["fallocate fails", "little is left"])
+def test_without_memory_to_reserve_the_cache_is_full_for_as_long_as_that_lasts(
+    growing: ShmStore, monkeypatch: pytest.MonkeyPatch, *, is_exhausted: bool
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    put_large(growing, "abcd")
+    with monkeypatch.context() as patch:
+        if is_exhausted:
+            patch.setattr(shm_memory, "get_free_system_bytes", lambda: EXTENT)
+        else:
+            patch.setattr(os, "posix_fallocate", fail)
+        put_large(growing, "ef")
+        assert get_cached(growing) == "cdef"
+        assert growing.put(make_item("huge", 2 * EXTENT - 1000)) is not None
+        assert growing.put(make_item("another", 2 * EXTENT - 1000)) is None  # all is leased
+        assert get_num_extents(growing) == 2
+    growing.release(put(growing, make_item("a")))
+    assert get_num_extents(growing) == 3
+
+
+def test_a_process_that_dies_between_reserving_and_noting_it_does_no_harm(
+    growing: ShmStore,
+) -> None:
+    table_bytes = shm_memory.get_table_bytes(growing._index.num_slots)
+    assert growing._segment.reserve(table_bytes, table_bytes + EXTENT)
+    put_large(growing, "abc")
+    assert get_num_extents(growing) == 2
+    assert get_cached(growing) == "abc"
+
+
+def test_a_file_system_that_is_too_small_costs_items_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a real tmpfs of 1 MiB, where a page that is not reserved would be a SIGBUS."""
+    monkeypatch.setattr(shm_memory, "EXTENT_BYTES", EXTENT)
+    with small_tmpfs(tmp_path, num_bytes=2**20) as folder:
+        fd = os.open(folder / "memory", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(fd, 4 * 2**20)
+        os.posix_fallocate(fd, 0, shm_memory.get_table_bytes(64))
+        segment = ShmSegment(fd)
+        shm_memory.write_header(
+            segment, num_slots=64, capacity_bytes=2 * 2**20, max_object_bytes=2 * 2**20
+        )
+        with closing(ShmStore(segment)) as store:
+            names = [f"item {index}" for index in range(60)]
+            for index, name in enumerate(names):
+                store.release(put(store, make_item(name, LARGE, fill=index)))
+            kept = [name for name in names if store.is_cached(make_hash(name))]
+            assert 20 < len(kept) < 40
+            assert kept == names[-len(kept) :]
+            for name in kept:
+                check_large(store, name, names.index(name))
+        del store, segment
+
+
+@contextmanager
+def small_tmpfs(tmp_path: Path, *, num_bytes: int) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    options = f"size={num_bytes}"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        # Lazily: a mapping may be dropped only after the test.
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -1,0 +1,206 @@
+"""Decides which long prompt goes on in a step, and with how many tokens, while others are there.
+
+A prompt is long if more than `threshold` of its tokens are to be computed when it starts. It stays
+long until all of them are. A step with many of its tokens takes long, and all others wait for it.
+This module only decides, and the scheduler obeys.
+
+Invariants:
+  1. While others wait for their first token, long prompts together have at most `threshold` tokens
+     of a step, and at most half of it. Only a span that can't be split may be longer.
+  2. While others run, at most `pause` steps in which they have work pass between two steps with
+     tokens of long prompts.
+  3. In such a step one long prompt comes before the other long ones. In turns, this is the first
+     in the order of service, so that none starves, and the one with the fewest tokens left.
+  4. A long prompt starts beside others only if it comes before them in the order of service, or has
+     at most half of the tokens that each of them has left. So few of them hold seats and blocks.
+  5. A prompt that got nothing in its turn for lack of another resource keeps the turn.
+  6. Nothing is taken from a prompt for requests that are less urgent.
+  7. Where these rules would leave a step empty, it is planned without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from sensorium.core.request import Rank, Request
+from sensorium.core.waiting_queue import WaitingQueue
+
+_Entry = tuple[int, Request]  # a long prompt, behind the number of its tokens to compute
+
+
+class LongPrompts:
+    """The long prompts that run, whose turn it is, and what they may have of the present step.
+
+    With a `threshold` of 0 no prompt is long. `pause` is a number of steps; with 0, long prompts
+    take part in every step. A step has `max_num_tokens`.
+    """
+
+    def __init__(self, threshold: int, *, pause: int, max_num_tokens: int) -> None:
+        self._threshold = threshold
+        self._pause = pause
+        self._max_num_tokens = max_num_tokens
+        self._running: dict[str, Request] = {}
+        self._num_steps_to_rest = 0
+        self._is_turn_of_first = True  # and not of the shortest
+        self._kept_by: str | None = None  # the prompt that keeps its turn
+        # Of the present step:
+        self._chosen: Request | None = None  # comes before the other long ones
+        self._num_for_chosen = 0  # tokens
+        self._num_spare = 0  # tokens for all others together
+        self._is_resting = False
+        self._is_lifted = False
+        self._has_computed = False
+        self._has_refused = False
+        self._keeper: str | None = None
+
+    def is_long(self, request: Request, num_cached_tokens: int) -> bool:
+        """Return whether a request that starts with so many cached tokens has a long prompt."""
+        if not self._threshold or request.is_stream:  # the tokens of a stream come one by one
+            return False
+        return request.num_tokens - num_cached_tokens > self._threshold
+
+    def add(self, request: Request) -> None:
+        """Note that a request with a long prompt runs."""
+        self._running[request.request_id] = request
+
+    def remove(self, request_id: str) -> None:
+        """Note that a request does not run any more, whether its prompt is long or not."""
+        self._running.pop(request_id, None)
+
+    # ---- planning a step, in the order of these methods
+
+    def begin_step(self, running: Sequence[Request], waiting: WaitingQueue) -> None:
+        """Decide whether long prompts take part in a step, and with how many tokens.
+
+        `running` is in the order of service.
+        """
+        self._running = {r.request_id: r for r in self._running.values() if _has_prompt_left(r)}
+        self._chosen = self._keeper = None
+        self._is_resting = self._has_computed = self._has_refused = False
+        self._num_spare = self._max_num_tokens
+        ranks = [request.rank for request in self._running.values()]
+        if (first := waiting.get_first_long()) is not None:
+            ranks.append(first[1].rank)
+        if not ranks or self._is_lifted:
+            return
+        # Nothing is taken from them for requests that are less urgent.
+        priority, _ = min(ranks)
+        others = [r for r in (waiting.first_short,) if r is not None and r.rank[0] <= priority]
+        has_newcomers = bool(others)
+        for request in running:
+            if request.rank[0] > priority or has_newcomers:
+                break
+            if request.request_id not in self._running:
+                others.append(request)
+                has_newcomers = request.first_token is None
+        self._is_resting = bool(others) and self._num_steps_to_rest > 0 and self._kept_by is None
+        if has_newcomers:
+            self._num_spare = max(1, min(self._threshold, self._max_num_tokens // 2))
+
+    def get_entitled(self, waiting: WaitingQueue) -> Request | None:
+        """Return the waiting long prompt that others must make room for, or `None`."""
+        first = waiting.get_first_long()
+        return None if first is None or self._is_resting or self._running else first[1]
+
+    def choose(self, waiting: WaitingQueue, *, has_seat: bool) -> None:
+        """Choose the long prompt that comes first in this step.
+
+        Without a free seat (`has_seat` is false), it is one of those that run.
+        """
+        if self._is_resting or self._is_lifted:
+            return
+        running = [(_get_num_left(request), request) for request in self._running.values()]
+        pool = [*running, *(self._list_candidates(running, waiting) if has_seat else ())]
+        if not pool:
+            return
+        kept = [entry for entry in pool if entry[1].request_id == self._kept_by]
+        key = _get_rank if self._is_turn_of_first else _get_length
+        num_left, self._chosen = kept[0] if kept else min(pool, key=key)
+        self._num_for_chosen = min(self._num_spare, num_left)
+        self._num_spare -= self._num_for_chosen
+
+    def _list_candidates(self, running: list[_Entry], waiting: WaitingQueue) -> list[_Entry]:
+        """Return the waiting long prompts that may start in this turn."""
+        found = []
+        first, shortest = waiting.get_first_long(), waiting.get_shortest_long()
+        if first is not None and (self._is_turn_of_first or first[1].request_id == self._kept_by):
+            found.append(first)
+        if shortest is not None and all(
+            shortest[0] <= num_left // 2 or shortest[1].rank[0] < request.rank[0]
+            for num_left, request in running
+        ):
+            found.append(shortest)
+        return found
+
+    def list_startable(self, waiting: WaitingQueue) -> Iterator[Request]:
+        """Return the waiting requests that may start now, in the order of service."""
+        if self._is_lifted:
+            return iter(waiting)
+        if self._chosen is not None and waiting.is_long(self._chosen):
+            return waiting.iterate_with(self._chosen)
+        is_free = self._num_spare > 0 and not any(map(_has_prompt_left, self._running.values()))
+        first = None if self._is_resting or not is_free else waiting.get_first_long()
+        return waiting.iterate_with(None if first is None else first[1])
+
+    def get_most(self, request: Request, start: int) -> int:
+        """Return how many tokens of a request from `start` on the step may have by these rules."""
+        is_long = request.request_id in self._running or self.is_long(request, start)
+        if not is_long or self._is_lifted:
+            return self._max_num_tokens
+        most = 0
+        if not self._is_resting:
+            most = self._num_for_chosen if request is self._chosen else self._num_spare
+        self._has_refused |= most == 0
+        return most
+
+    def note_tokens(self, request: Request, num_tokens: int) -> None:
+        """Note that the step computes tokens of a request, whether its prompt is long or not."""
+        if request.request_id in self._running:
+            self._has_computed = True
+            if request is not self._chosen:
+                self._num_spare = max(0, self._num_spare - num_tokens)
+
+    def keep_turn(self, request: Request) -> None:
+        """Note that a request got nothing of the step, although these rules would have let it."""
+        if request is self._chosen:
+            self._keeper = request.request_id
+
+    @property
+    def is_limiting(self) -> bool:
+        """Whether these rules have kept a long prompt from having tokens of this step."""
+        return self._has_refused and not self._is_lifted
+
+    def lift(self) -> None:
+        """Plan this step once more, without these rules."""
+        self._is_lifted = True
+
+    def end_step(self, *, has_tokens: bool) -> None:
+        """Remember what matters for the next steps. `has_tokens` tells whether this one has any."""
+        if self._has_computed:
+            self._num_steps_to_rest = self._pause
+        elif self._is_resting and has_tokens:
+            self._num_steps_to_rest -= 1
+        # The turn also passes on if a chosen one could not start. So one that lacks blocks does
+        # not hold up those that run.
+        if self._chosen is not None and self._keeper is None:
+            self._is_turn_of_first = not self._is_turn_of_first
+        self._kept_by = self._keeper
+        self._is_lifted = False
+
+
+def _get_num_left(request: Request) -> int:
+    return request.num_ready_tokens - request.num_scheduled_tokens
+
+
+def _has_prompt_left(request: Request) -> bool:
+    return _get_num_left(request) > 1  # the last one is as a token of any answer
+
+
+def _get_rank(entry: _Entry) -> Rank:
+    return entry[1].rank
+
+
+def _get_length(entry: _Entry) -> tuple[int, int, Rank]:
+    """Return what orders the prompts by length: those that are more urgent come first."""
+    num_left, request = entry
+    return request.rank[0], num_left, request.rank

@@ -1,0 +1,232 @@
+"""Long prompts and others share the steps, and each waits only for as long as was promised."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from itertools import count
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sensorium.core.admission import Limits
+from sensorium.core.request import Request
+from sensorium.core.waiting_queue import WaitingQueue
+from sensorium.types.scheduling import KVCacheGroup, SchedulerOutput
+from tests.unit.core.building import tokens
+
+from .scheduler_driver import SchedulerDriver
+from .strategies import CacheSizes, make_request
+
+thorough = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MAX_MODEL_LEN = 400
+TARGET = "target"
+
+
+def make_driver(budget: int, threshold: int, pause: int) -> SchedulerDriver:
+    """With room for everything but tokens, and results that are read at once."""
+    limits = Limits(
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=budget,
+        max_num_seqs=64,
+        encoder_cache_size=20,
+        max_num_encoder_embeds=20,
+        long_prefill_token_threshold=threshold,
+        long_prefill_pause=pause,
+    )
+    sizes = CacheSizes(block_size=1, groups=(KVCacheGroup(num_blocks=40_000),))
+    return SchedulerDriver(limits, sizes, "fcfs", is_ahead=False)
+
+
+def add(driver: SchedulerDriver, name: str, num_tokens: int, max_tokens: int = 1) -> None:
+    """Add a request that shares its beginning with no other."""
+    params = tokens(max_tokens)
+    request = make_request(name, (1,) * num_tokens, cache_salt=name, sampling_params=params)
+    assert driver.add(request)
+
+
+def step(driver: SchedulerDriver) -> SchedulerOutput:
+    output = driver.schedule()
+    driver.finish_step(output, token_id=1)
+    return output
+
+
+def list_long(output: SchedulerOutput) -> dict[str, int]:
+    """Return how many tokens each of the long prompts, which have such names, has in a step."""
+    return {
+        s.request_id: s.num_new_tokens for s in output.scheduled if s.request_id.startswith("long")
+    }
+
+
+@settings(thorough, max_examples=100)
+@given(
+    budget=st.integers(4, 24),
+    threshold=st.integers(1, 24),
+    pause=st.integers(0, 4),
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6),
+    arrivals=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+)
+def test_newcomers_have_their_first_token_in_the_next_step(
+    budget: int, threshold: int, pause: int, lengths: list[int], arrivals: list[int]
+) -> None:
+    """However many long prompts there are, half of a step is for those that are not long."""
+    driver = make_driver(budget, threshold, pause)
+    for index, length in enumerate(lengths):
+        add(driver, f"long {index}", threshold + length)
+    numbers = count()
+    for num_new in arrivals:
+        names = [f"short {next(numbers)}" for _ in range(min(num_new, budget // 2))]
+        for name in names:
+            add(driver, name, 1)
+        output = step(driver)
+        sampled = {s.request_id for s in output.scheduled if s.is_sampled}
+        assert sampled.issuperset(names)
+        if names:
+            num_long = sum(list_long(output).values())
+            assert num_long <= max(1, min(threshold, budget // 2))
+    driver.drain()
+
+
+@settings(thorough, max_examples=100)
+@given(
+    budget=st.integers(6, 24),
+    threshold=st.integers(1, 24),
+    pause=st.integers(0, 4),
+    num_before=st.integers(0, 4),
+    length=st.integers(1, 60),
+    later=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+)
+def test_a_long_prompt_ends_in_time_however_many_come_after_it(
+    budget: int, threshold: int, pause: int, num_before: int, length: int, later: list[int]
+) -> None:
+    """Others of all lengths are always there, and each of them comes after it."""
+    driver = make_driver(budget, threshold, pause)
+    for index in range(num_before):
+        add(driver, f"reader {index}", 1, max_tokens=MAX_MODEL_LEN - 2)
+    step(driver)
+    add(driver, TARGET, threshold + length)
+    least = min(threshold, budget // 2, budget - num_before)
+    num_turns = -(-(threshold + length) // least)
+    # It has every second turn. In the first step it may find that one pauses.
+    bound = pause + 2 * num_turns * (1 + pause)
+    numbers = count()
+    for _ in range(bound):
+        waiting = {request.request_id for request in driver.scheduler.waiting}
+        for num_tokens in (1, *(threshold + extra for extra in later)):
+            if not any(name.startswith(f"new {num_tokens} ") for name in waiting):
+                add(driver, f"new {num_tokens} {next(numbers)}", num_tokens)
+        step(driver)
+        if TARGET not in driver.open:
+            return
+    raise AssertionError("it starves")
+
+
+@settings(thorough, max_examples=100)
+@given(
+    budget=st.integers(4, 24),
+    threshold=st.integers(1, 8),
+    pause=st.integers(0, 5),
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6),
+    num_steps=st.integers(5, 60),
+)
+def test_decoding_goes_on_between_the_pieces_of_long_prompts(
+    budget: int, threshold: int, pause: int, lengths: list[int], num_steps: int
+) -> None:
+    driver = make_driver(budget, threshold, pause)
+    add(driver, "reader", 1, max_tokens=MAX_MODEL_LEN - 2)
+    step(driver)
+    for index, length in enumerate(lengths):
+        add(driver, f"long {index}", threshold + length)
+    num_between: int | None = None
+    for _ in range(num_steps):
+        output = step(driver)
+        assert "reader" in {s.request_id for s in output.scheduled}
+        # A single last token of a prompt is as a token of an answer.
+        if max(list_long(output).values(), default=0) <= 1:
+            num_between = None if num_between is None else num_between + 1
+            continue
+        assert num_between in (None, pause)
+        num_between = 0
+    driver.drain()
+
+
+@settings(thorough, max_examples=100)
+@given(
+    threshold=st.integers(1, 16),
+    arrivals=st.lists(st.lists(st.integers(1, 350), max_size=2), min_size=1, max_size=15),
+)
+def test_few_long_prompts_run_at_a_time(threshold: int, arrivals: list[list[int]]) -> None:
+    """The first one, and then each has at most half of what the others have left."""
+    driver = make_driver(16, threshold, 0)
+    numbers = count()
+    for lengths in arrivals:
+        for length in lengths:
+            add(driver, f"long {next(numbers)}", threshold + length)
+        step(driver)
+        assert len(driver.scheduler.running) <= 1 + (MAX_MODEL_LEN // threshold).bit_length()
+    driver.drain()
+
+
+class WaitingQueueMachine(RuleBasedStateMachine):
+    """The queue against two sorted lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = WaitingQueue()
+        self.short: list[tuple[int, int]] = []
+        self.long: list[tuple[tuple[int, int], int]] = []  # ranks and lengths
+        self.requests: dict[tuple[int, int], Request] = {}
+        self.arrivals = count()
+
+    def make(self, priority: int) -> Request:
+        rank = priority, next(self.arrivals)
+        request = Request(make_request(f"r{rank[1]}", (1,)), rank=rank, block_size=4)
+        self.requests[rank] = request
+        return request
+
+    @rule(priority=st.integers(0, 2))
+    def add(self, priority: int) -> None:
+        request = self.make(priority)
+        self.queue.add(request)
+        insort(self.short, request.rank)
+
+    @rule(priority=st.integers(0, 2), num_tokens=st.integers(1, 5))
+    def add_long(self, priority: int, num_tokens: int) -> None:
+        request = self.make(priority)
+        self.queue.add_long(request, num_tokens)
+        insort(self.long, (request.rank, num_tokens))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        rank = data.draw(st.sampled_from(sorted(self.requests)))
+        self.queue.remove(self.requests.pop(rank))
+        self.short = [each for each in self.short if each != rank]
+        self.long = [(each, length) for each, length in self.long if each != rank]
+
+    @invariant()
+    def agrees(self) -> None:
+        ranks = sorted([*self.short, *(rank for rank, _ in self.long)])
+        assert list(self.get_ranks(iter(self.queue))) == ranks
+        assert len(self.queue) == len(ranks)
+        assert self.queue.first is (self.requests[ranks[0]] if ranks else None)
+        assert list(self.get_ranks(self.queue.iterate_with(None))) == self.short
+        first = self.queue.first_short
+        assert first is (self.requests[self.short[0]] if self.short else None)
+        longs = [(length, self.requests[rank]) for rank, length in self.long]
+        assert self.queue.get_first_long() == (longs[0] if longs else None)
+        by_length = sorted(longs, key=lambda e: (e[1].rank[0], e[0], e[1].rank))
+        assert self.queue.get_shortest_long() == (by_length[0] if longs else None)
+        for _, request in longs:
+            assert self.queue.is_long(request)
+            with_one = sorted([*self.short, request.rank])
+            assert list(self.get_ranks(self.queue.iterate_with(request))) == with_one
+
+    @staticmethod
+    def get_ranks(requests: Iterator[Request]) -> Iterator[tuple[int, int]]:
+        return (request.rank for request in requests)
+
+
+TestWaitingQueueMachine = WaitingQueueMachine.TestCase
+TestWaitingQueueMachine.settings = settings(max_examples=100, deadline=None)

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import pytest
+
+from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
+from sensorium.core.request import Request
+from tests.property.scheduler_driver import SchedulerDriver
+from tests.property.strategies import make_request
+
+from .building import make_driver, run, tokens
+
+# Steps of 8 tokens; a prompt of more than 4 is long.
+BUDGET = 8
+THRESHOLD = 4
+
+
+def make(*, pause: int = 0, **changes: int | bool) -> SchedulerDriver:
+    return make_driver(
+        num_blocks=1001,
+        long_prefill_token_threshold=THRESHOLD,
+        long_prefill_pause=pause,
+        **{"max_model_len": 500, "max_num_batched_tokens": BUDGET, **changes},
+    )
+
+
+def add(driver: SchedulerDriver, name: str, num_tokens: int, max_tokens: int = 1) -> None:
+    """Add a request that shares its beginning with no other."""
+    request = make_request(
+        name, (1,) * num_tokens, cache_salt=name, sampling_params=tokens(max_tokens)
+    )
+    assert driver.add(request)
+
+
+def count_new(windows: dict[str, tuple[int, int]], name: str) -> int:
+    start, end = windows.get(name, (0, 0))
+    return end - start
+
+
+def test_a_newcomer_is_not_behind_a_whole_prompt() -> None:
+    driver = make()
+    add(driver, "long", 80)
+    run(driver, 2)
+    add(driver, "short", 3)
+    assert run(driver, 2) == [
+        {"long": (16, 20), "short": (0, 3)},  # and it has its first token
+        {"long": (20, 28)},
+    ]
+
+
+def test_a_newcomer_is_not_behind_all_the_long_prompts_that_wait() -> None:
+    driver = make()
+    for index in range(20):
+        add(driver, f"long {index}", 80)
+    add(driver, "short", 3)
+    assert run(driver) == [{"long 0": (0, 4), "short": (0, 3)}]
+
+
+def test_long_prompts_of_one_length_are_computed_one_after_the_other() -> None:
+    driver = make()
+    for name in "abc":
+        add(driver, name, 12)
+    assert run(driver, 5) == [
+        {"a": (0, 8)},
+        {"a": (8, 12), "b": (0, 4)},
+        {"b": (4, 12)},
+        {"c": (0, 8)},
+        {"c": (8, 12)},
+    ]
+
+
+def test_decoding_alone_takes_nothing_from_a_long_prompt_without_a_pause() -> None:
+    driver = make()
+    add(driver, "reader", 1, max_tokens=50)
+    run(driver)
+    add(driver, "long", 80)
+    assert [count_new(windows, "long") for windows in run(driver, 3)] == [7, 7, 7]
+
+
+def test_a_long_prompt_pauses_while_others_decode() -> None:
+    driver = make(pause=3)
+    add(driver, "reader", 1, max_tokens=50)
+    run(driver)
+    add(driver, "long", 20)
+    steps = run(driver, 10)
+    assert [count_new(windows, "long") for windows in steps] == [7, 0, 0, 0, 7, 0, 0, 0, 6, 0]
+    assert all("reader" in windows for windows in steps)
+
+
+def test_a_long_prompt_that_is_alone_does_not_pause() -> None:
+    driver = make(pause=3)
+    add(driver, "long", 20)
+    assert run(driver, 3) == [{"long": (0, 8)}, {"long": (8, 16)}, {"long": (16, 20)}]
+
+
+def test_a_newcomer_finds_a_pause() -> None:
+    driver = make(pause=3)
+    add(driver, "long", 80)
+    run(driver)
+    add(driver, "short", 8, max_tokens=2)
+    run(driver)
+    assert run(driver, 2) == [{"short": (8, 9)}, {"long": (8, 16)}]
+
+
+def test_the_next_long_prompt_pauses_too() -> None:
+    driver = make(pause=3)
+    add(driver, "first", 5)
+    add(driver, "second", 5)
+    run(driver)
+    add(driver, "short", 1, max_tokens=3)
+    names = [set(windows) for windows in run(driver, 4)]
+    assert names == [{"short"}, {"short"}, {"short"}, {"second"}]
+
+
+def test_one_that_is_half_as_long_goes_on_in_turns_with_the_first() -> None:
+    driver = make()
+    add(driver, "a", 80)
+    run(driver)
+    add(driver, "b", 30)
+    assert run(driver, 8) == [
+        {"b": (0, 8)},
+        {"a": (8, 16)},
+        {"b": (8, 16)},
+        {"a": (16, 24)},
+        {"b": (16, 24)},
+        {"a": (24, 32)},
+        {"a": (32, 34), "b": (24, 30)},
+        {"a": (34, 42)},
+    ]
+
+
+def test_one_that_is_almost_as_long_waits_for_the_first() -> None:
+    driver = make()
+    add(driver, "a", 40)
+    run(driver)
+    add(driver, "b", 17)
+    assert [set(windows) for windows in run(driver, 4)] == [{"a"}] * 4
+    assert run(driver) == [{"b": (0, 8)}]
+
+
+def test_a_long_prompt_that_is_cached_is_a_short_one() -> None:
+    driver = make()
+    request = make_request("r", (2,) * 60, sampling_params=tokens(1))
+    driver.add(request)
+    driver.drain()
+    add(driver, "long", 80)
+    run(driver)
+    driver.add(request)
+    assert run(driver) == [{"long": (8, 12), "r": (59, 60)}]
+
+
+def test_a_prompt_that_is_not_cached_any_more_waits_among_the_long_ones() -> None:
+    driver = make()
+    request = make_request("r", (2,) * 60, sampling_params=tokens(1))
+    driver.add(request)
+    driver.drain()
+    add(driver, "long", 24)
+    run(driver)
+    driver.add(request)
+    driver.kv_cache.clear_cache()
+    assert run(driver, 4) == [
+        {"long": (8, 12)},  # it counted as a newcomer until its turn came
+        {"long": (12, 20)},
+        {"long": (20, 24), "r": (0, 4)},
+        {"r": (4, 12)},
+    ]
+
+
+def test_less_urgent_requests_take_nothing_from_a_long_prompt() -> None:
+    driver = make(pause=3, policy="priority")
+    add(driver, "long", 80)
+    run(driver)
+    for index in range(3):
+        request = make_request(f"late {index}", (1,), priority=1, sampling_params=tokens(9))
+        driver.add(request)
+    assert run(driver, 2) == [{"long": (8, 16)}, {"long": (16, 24)}]
+
+
+def test_a_step_is_not_left_empty_for_a_pause() -> None:
+    """The only other request waits for blocks that the long prompt has."""
+    driver = make_driver(
+        num_blocks=41,
+        disable_chunked_mm_input=True,
+        long_prefill_token_threshold=THRESHOLD,
+        long_prefill_pause=50,
+    )
+    add(driver, "long", 39)
+    run(driver, 4)
+    driver.add(make_request("other", "nine", cache_salt="x", sampling_params=tokens(1)))
+    assert run(driver) == [{"long": (32, 39)}]
+    driver.drain()
+
+
+def test_without_a_threshold_no_prompt_is_long() -> None:
+    driver = make_driver(long_prefill_pause=3)
+    add(driver, "a", 20)
+    add(driver, "b", 3)
+    assert run(driver, 3) == [{"a": (0, 8)}, {"a": (8, 16)}, {"a": (16, 20), "b": (0, 3)}]
+
+
+def test_long_prompts_that_wait_cost_nothing_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = []
+
+    def find_prefix(cache: KVCacheManager, request: Request, max_tokens: int) -> PrefixHit:
+        searched.append(request.request_id)
+        return original(cache, request, max_tokens)
+
+    driver = make()
+    for index in range(100):
+        add(driver, f"long {index}", 80)
+    original = KVCacheManager.find_prefix
+    monkeypatch.setattr(KVCacheManager, "find_prefix", find_prefix)
+    run(driver, 5)
+    assert searched == ["long 0"]
