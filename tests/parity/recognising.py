@@ -132,7 +132,7 @@ class RecogniserReference:
 def make_endless(source: str, directory: Path, **limits: int) -> str:
     """Make a copy of a transducer that never says that a frame is over.
 
-    It hears a token wherever it looks, and a TDT goes on by no frames. `limits` are added to its
+    It writes a token wherever it looks, and a TDT goes on by no frames. `limits` are added to its
     generation config.
     """
     shutil.copytree(source, directory)

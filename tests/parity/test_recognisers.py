@@ -180,7 +180,6 @@ def test_tokens_have_the_times_of_transformers(family: str, recogniser_of: Recog
     assert num_marks > 0 or model.speech.rules.head != "tdt"
 
 
-@pytest.mark.check("endless")
 @pytest.mark.parametrize(
     "limits",
     [
