@@ -31,7 +31,7 @@ from sensorium.speech.whisper_tokens import (
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
 from sensorium.speech.words import split_words
 from sensorium.types.errors import InvariantError, RequestError
-from sensorium.types.sampling import TimestampRules
+from sensorium.types.sampling import NO_BANS, TimestampRules
 
 FRAMES_PER_S = 100
 # A text that was decoded at this temperature or above is too uncertain to lead the next window.
@@ -113,6 +113,7 @@ class _WhisperRules:
         carries = options.carries_text
         self._carries_text = settings.condition_on_prev_tokens if carries is None else carries
         self._carries_previous = self._carries_text  # into the next window
+        self._max_length = settings.max_length
         self._seek = 0  # the first frame of the next window
         self._last_end = 0.0  # of a segment, in seconds
         self._last_word_end = 0.0
@@ -155,6 +156,7 @@ class _WhisperRules:
             num_frames=self._num_window_frames,
             prompt_token_ids=(self._tokens.start_id,),
             max_tokens=1,
+            bans=NO_BANS,  # a text may not have the tokens of languages, but this is none
             allowed=tuple(sorted(codes)),
         )
         result = yield from _ask(request)
@@ -165,8 +167,9 @@ class _WhisperRules:
     def _decode_window(self) -> Generator[WindowRequest | Segment, WindowResult | None, _Attempt]:
         """Return the first attempt that is good enough, or the one at the last temperature."""
         prompt = (*self._list_previous(), *self._list_first_tokens())
+        max_tokens = self._get_room(prompt)
         for temperature in self._temperatures:
-            request = self._make_request(prompt, temperature)
+            request = self._make_request(prompt, max_tokens, temperature)
             result = yield from _ask(request)
             attempt = self._read_attempt(request, result)
             if self._is_silent(attempt) or self._is_good(attempt):
@@ -175,6 +178,20 @@ class _WhisperRules:
             self._carries_text and attempt.temperature < _MAX_CARRIED_TEMPERATURE
         )
         return attempt
+
+    def _get_room(self, prompt: tuple[int, ...]) -> int:
+        """Return how many tokens the text of the next window may have, and update the limit.
+
+        Transformers adds the prompt of each window to the limit that the window before it had, at
+        most as much as text may be carried.
+        """
+        room = self._tokens.max_positions - len(prompt)
+        if self._settings.max_new_tokens is not None:
+            return min(room, self._settings.max_new_tokens)
+        if self._max_length is None:
+            return room
+        self._max_length += min(len(prompt), self._max_previous)
+        return max(1, min(room, self._max_length - len(prompt)))
 
     def _list_previous(self) -> tuple[int, ...]:
         """Return the tokens that come before the transcript of this window.
@@ -193,7 +210,9 @@ class _WhisperRules:
             first += [tokens.language_ids[self._language], tokens.task_ids[self._options.task]]
         return first if self._has_timestamps else [*first, tokens.no_timestamps_id]
 
-    def _make_request(self, prompt: tuple[int, ...], temperature: float) -> WindowRequest:
+    def _make_request(
+        self, prompt: tuple[int, ...], max_tokens: int, temperature: float
+    ) -> WindowRequest:
         tokens = self._tokens
         rules = TimestampRules(
             first_id=tokens.first_timestamp_id,
@@ -201,15 +220,13 @@ class _WhisperRules:
             eos_token_id=tokens.end_id,
             max_initial_index=tokens.max_initial_index,
         )
-        max_tokens = tokens.max_positions - len(prompt)
         return WindowRequest(
             first_frame=self._seek,
             num_frames=self._num_window_frames,
             prompt_token_ids=prompt,
-            max_tokens=min(max_tokens, self._settings.max_new_tokens or max_tokens),
+            max_tokens=max_tokens,
             temperature=temperature,
-            suppressed=tokens.suppressed,
-            suppressed_at_begin=tokens.suppressed_at_begin,
+            bans=tokens.bans,
             timestamps=rules if self._has_timestamps else None,
             # Silence shows right behind the start of the transcript.
             scored_token=(len(prompt) - len(self._list_first_tokens()), tokens.no_speech_id),

@@ -18,6 +18,7 @@ from sensorium.speech.whisper import list_temperatures, transcribe_whisper
 from sensorium.speech.whisper_tokens import WhisperSettings, WhisperTokens
 from sensorium.speech.windows import WindowRequest, WindowResult
 from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.sampling import NO_BANS
 from tests.unit.speech.tiny_whisper import (
     END_ID,
     IDS,
@@ -41,8 +42,7 @@ TOKENS = WhisperTokens(
     task_ids={"transcribe": IDS["<|transcribe|>"], "translate": IDS["<|translate|>"]},
     is_multilingual=True,
     special_ids=frozenset(IDS.values()),
-    suppressed=(),
-    suppressed_at_begin=(),
+    bans=NO_BANS,
     max_initial_index=None,
     alignment_heads=((0, 0), (0, 1)),
     max_positions=40,
