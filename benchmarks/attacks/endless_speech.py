@@ -1,8 +1,8 @@
 """Attack 21: short sounds with options with which a Whisper writes without end.
 
 A repetition penalty far below 1 makes the model repeat its prompt, in each window and at each
-temperature. Without a bound, a sound of a second may then have dozens of windows, and take six texts
-of 444 tokens for each of them.
+temperature. Without a bound, a sound of a second may then have dozens of windows, and take six
+texts of 444 tokens for each of them.
 """
 
 from __future__ import annotations
