@@ -1,10 +1,11 @@
 """Measures what attacks cost the neighbours: how long three honest clients wait beside each one.
 
-One server on the embedded model for each attack. Quiet and attacked windows take turns, so that
-both see the same machine; in each window three clients ask side by side, one with text, one with a
-picture that is cached and one with a picture that is new. Every answer is checked. An attack passes
-if no answer is wrong or refused, the median wait is at most twice the quiet one, and the longest at
-most three seconds more. The attacker is a process of its own, on the same machine.
+One server for each attack, on the embedded model or on a tiny Whisper. Quiet and attacked windows
+take turns, so that both see the same machine; in each window three clients ask side by side: one
+with text, one with a picture that is cached and one with a picture that is new, or else with a
+sound that is cached, a new one and a longer one. Every answer is checked. An attack passes if no
+answer is wrong or refused, the median wait is at most twice the quiet one, and the longest at most
+three seconds more. The attacker is a process of its own, on the same machine.
 
 python benchmarks/attack_costs.py [--attacks NAME ...] [--windows N] [--rounds N] [--record]
 
@@ -29,6 +30,7 @@ from typing import Any
 from attacks import (
     bad_handshakes,
     costly_media,
+    endless_speech,
     enlarged_media,
     full_disk,
     greedy_stream,
@@ -38,7 +40,7 @@ from attacks import (
     slow_hosts,
     small_pieces,
 )
-from attacks.neighbours import KINDS, Answer, Neighbours
+from attacks.neighbours import Answer, Neighbours
 from live_server import LiveServer
 from records import write_record
 
@@ -71,9 +73,14 @@ ATTACKS: dict[str, tuple[tuple[str, ...], Attack]] = {
     "13 slow bodies": (slow_bodies.FLAGS, slow_bodies.attack),
     "14 full disk": (full_disk.FLAGS, _fill_disk),
     "16 greedy stream": (greedy_stream.FLAGS, greedy_stream.attack),
-    "21 long prompts": (long_prompts.FLAGS, long_prompts.attack),
+    "21 endless speech": (endless_speech.FLAGS, endless_speech.attack),
     "22 bad handshakes": (bad_handshakes.FLAGS, bad_handshakes.attack),
     "23 small pieces": (small_pieces.FLAGS, small_pieces.attack),
+    "24 long prompts": (long_prompts.FLAGS, long_prompts.attack),
+}
+# Attacks on another model than the embedded one: what makes it, and the neighbours.
+OTHERS: dict[str, tuple[Callable[[Path], str], type[Neighbours]]] = {
+    "21 endless speech": (endless_speech.make_model, endless_speech.Listeners),
 }
 
 
@@ -86,10 +93,12 @@ def measure(name: str, *, num_windows: int, num_rounds: int) -> dict[str, Any]:
         if name.startswith("14"):
             stack.enter_context(_use_small_disk())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
-        server = LiveServer(MODEL, "--port", "0", *flags, log=folder / "log")
+        make_model, kind_of_neighbours = OTHERS.get(name, (lambda _: MODEL, Neighbours))
+        model = make_model(folder / "model")
+        server = LiveServer(model, "--port", "0", *flags, log=folder / "log")
         stack.enter_context(server)
         url = server.wait_for_url()
-        neighbours = Neighbours(url)
+        neighbours = kind_of_neighbours(url)
         warm_at = time.monotonic() + _WARM_S
         neighbours.ask_while(lambda: time.monotonic() < warm_at)
         for _ in range(num_windows):
@@ -97,7 +106,8 @@ def measure(name: str, *, num_windows: int, num_rounds: int) -> dict[str, Any]:
             with _attacking(name, url):
                 attacked += neighbours.ask_while(lambda: False, min_rounds=num_rounds)
         faults = neighbours.list_faults([*quiet, *attacked])
-    return {"faults": faults, "kinds": {kind: _compare(kind, quiet, attacked) for kind in KINDS}}
+    kinds = {kind: _compare(kind, quiet, attacked) for kind in neighbours.kinds}
+    return {"faults": faults, "kinds": kinds}
 
 
 @contextmanager

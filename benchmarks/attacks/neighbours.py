@@ -41,10 +41,21 @@ class Answer:
 class Neighbours:
     """Three clients of the server at `url`, each in a thread of its own."""
 
+    kinds = KINDS
+    route = "/v1/chat/completions"
+
     def __init__(self, url: str, *, headers: dict[str, str] | None = None) -> None:
-        self._url = url.rstrip("/") + "/v1/chat/completions"
+        self._url = url.rstrip("/") + self.route
         self._headers = headers or {}
-        self.expected = {kind: self.ask(kind).content for kind in KINDS}
+        self.expected = {kind: self.ask(kind).content for kind in self.kinds}
+
+    def make_request(self, kind: str) -> dict[str, Any]:
+        """Return the body of a question, as an argument of `httpx.Client.post`."""
+        return {"json": _make_body(kind)}
+
+    def read_answer(self, answer: Any) -> str:
+        """Return what was said in an answer with the status 200."""
+        return str(answer["choices"][0]["message"]["content"])
 
     def ask(self, kind: str) -> Answer:
         """Ask once, and wait for the answer."""
@@ -56,11 +67,11 @@ class Neighbours:
 
     def _ask(self, client: httpx.Client, kind: str) -> Answer:
         began = time.monotonic()
-        response = client.post(self._url, json=_make_body(kind))
+        response = client.post(self._url, **self.make_request(kind))
         seconds = time.monotonic() - began
         content = ""
         if response.status_code == 200:
-            content = response.json()["choices"][0]["message"]["content"]
+            content = self.read_answer(response.json())
         return Answer(kind=kind, seconds=seconds, status=response.status_code, content=content)
 
     def ask_while(
@@ -82,7 +93,7 @@ class Neighbours:
             except httpx.HTTPError as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=run, args=(kind,)) for kind in KINDS]
+        threads = [threading.Thread(target=run, args=(kind,)) for kind in self.kinds]
         for thread in threads:
             thread.start()
         for thread in threads:

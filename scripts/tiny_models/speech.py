@@ -11,7 +11,10 @@ import transformers as tf
 from tiny_models.building import make_tokenizer, rescale, save
 
 LANGUAGES = ("en", "de", "fr", "zh")
-_NUM_TIMES = 151  # from 0 to 3 seconds, in steps of 20 ms
+_SHORT_S = 3  # windows of 3 s instead of 30
+_WINDOW_S = 30
+_TIMES_PER_S = 50
+_END_FACTOR = 6.0  # of the weights of the end, so that texts end soon
 _AFTER_LANGUAGES = ("translate", "transcribe", "startoflm", "startofprev", "nospeech")
 
 
@@ -24,10 +27,33 @@ def make_whisper_en(directory: Path) -> None:
     _make_whisper(directory, ("en",), is_multilingual=False)
 
 
+def make_brief_whisper(directory: Path) -> None:
+    """Make a Whisper with windows and positions as many as OpenAI's, which ends its texts soon.
+
+    A text that does not end is tried again because it repeats itself, not because it is unlikely.
+    """
+    _make_whisper(
+        directory,
+        LANGUAGES,
+        window_s=_WINDOW_S,
+        max_positions=448,
+        end_factor=_END_FACTOR,
+        logprob_threshold=-1e3,
+    )
+
+
 def _make_whisper(
-    directory: Path, languages: tuple[str, ...], *, is_multilingual: bool = True
+    directory: Path,
+    languages: tuple[str, ...],
+    *,
+    is_multilingual: bool = True,
+    window_s: int = _SHORT_S,
+    max_positions: int = 56,
+    end_factor: float = 1.0,
+    **settings: Any,
 ) -> None:
-    tokenizer = _make_whisper_tokenizer(languages)
+    """Make a Whisper; `settings` are added to its generation config."""
+    tokenizer = _make_whisper_tokenizer(languages, num_times=_TIMES_PER_S * window_s + 1)
     id_of: Any = tokenizer.convert_tokens_to_ids
     end = id_of("<|endoftext|>")
     config = tf.WhisperConfig(
@@ -40,8 +66,8 @@ def _make_whisper(
         decoder_attention_heads=2,
         decoder_ffn_dim=64,
         d_model=32,
-        max_source_positions=150,  # windows of 3 s instead of 30
-        max_target_positions=56,
+        max_source_positions=_TIMES_PER_S * window_s,
+        max_target_positions=max_positions,
         median_filter_width=7,
         pad_token_id=end,
         bos_token_id=end,
@@ -51,8 +77,9 @@ def _make_whisper(
         tie_word_embeddings=False,
     )
     model = rescale(tf.WhisperForConditionalGeneration(config), seed=len(languages))
+    model.proj_out.weight.data[end] *= end_factor
     processor = tf.WhisperProcessor(
-        tf.WhisperFeatureExtractor(feature_size=80, chunk_length=3), tokenizer
+        tf.WhisperFeatureExtractor(feature_size=80, chunk_length=window_s), tokenizer
     )
     tasks = {name: id_of(f"<|{name}|>") for name in ("translate", "transcribe")}
     ids = {f"<|{language}|>": id_of(f"<|{language}|>") for language in languages}
@@ -69,11 +96,12 @@ def _make_whisper(
         begin_suppress_tokens=[id_of("Ġ"), end],
         alignment_heads=[[0, 1], [1, 0]],
         return_timestamps=False,
-        max_length=56,
+        max_length=max_positions,
+        **settings,
     )
 
 
-def _make_whisper_tokenizer(languages: tuple[str, ...]) -> Any:
+def _make_whisper_tokenizer(languages: tuple[str, ...], *, num_times: int) -> Any:
     """Make a tokenizer with Whisper's order of tokens: text, then special ones, then times."""
     trained = json.loads(make_tokenizer([]).backend_tokenizer.to_str())["model"]
     tokenizer = tf.WhisperTokenizer(
@@ -85,7 +113,7 @@ def _make_whisper_tokenizer(languages: tuple[str, ...]) -> Any:
     tokenizer.add_tokens(
         [
             tf.AddedToken(f"<|{index * 0.02:.2f}|>", special=False, normalized=False)
-            for index in range(_NUM_TIMES)
+            for index in range(num_times)
         ]
     )
     return tokenizer

@@ -5,14 +5,18 @@ No pytest here: the checks on a GPU use it, too.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.multimodal.processing.recognisers import RecogniserParts
@@ -108,9 +112,7 @@ class RecogniserReference:
         )
 
     def _generate(self, inputs: Any) -> Any:
-        # It ends behind the last frame, so that this is only more than enough.
-        most = 2 * inputs["input_features"].shape[1]
-        return self.model.generate(**inputs, max_new_tokens=most)
+        return self.model.generate(**inputs)
 
     @torch.inference_mode()
     def get_times(self, sound: Audio, head: str) -> list[tuple[float, float]]:
@@ -125,6 +127,24 @@ class RecogniserReference:
             output.sequences, durations=output.durations, skip_special_tokens=True
         )
         return [(entry["start"], entry["end"]) for entry in times]
+
+
+def make_endless(source: str, directory: Path, **limits: int) -> str:
+    """Make a copy of a transducer that never says that a frame is over.
+
+    It writes a token wherever it looks, and a TDT goes on by no frames. `limits` are added to its
+    generation config.
+    """
+    shutil.copytree(source, directory)
+    config = json.loads((directory / "config.json").read_text())
+    weights = load_file(directory / "model.safetensors")
+    bias = weights["joint.head.bias"]
+    bias[config["blank_token_id"]] = -1e3
+    bias[config["vocab_size"] :][:1] = 1e3  # of a duration of 0 frames, if it has durations
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **limits}))
+    return str(directory)
 
 
 def make_engine(directory: str, **options: Any) -> LLM:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from tests.parity.recognising import (
     Heard,
     RecogniserReference,
     get_wrong,
+    make_endless,
     make_engine,
     read_rows,
     run,
@@ -37,7 +39,8 @@ from tests.support.engine import Trace, assert_nothing_is_left, get_adapter
 from tests.support.media import write_sound
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Support for mismatched key_padding_mask:UserWarning"  # in WavLM, also on its own
+    "ignore:Support for mismatched key_padding_mask:UserWarning",  # in WavLM, also on its own
+    "ignore:Using the model-agnostic default `max_length`:UserWarning",  # which a Parakeet has not
 )
 TinyModel = Callable[[str], str]
 
@@ -175,6 +178,30 @@ def test_tokens_have_the_times_of_transformers(family: str, recogniser_of: Recog
         assert np.array(times) == pytest.approx(np.array(expected))
         num_marks += sum(model.speech.rules.decode([t.token_id]) in ".,'" for t in tokens)
     assert num_marks > 0 or model.speech.rules.head != "tdt"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {},
+        {"max_new_tokens": 7},
+        {"max_length": 7},
+        pytest.param({"max_new_tokens": 7, "max_length": 5}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", TRANSDUCERS)
+def test_a_transducer_that_never_ends_is_stopped_where_transformers_stops_it(
+    family: str, limits: dict[str, int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    directory = make_endless(tiny_model(family), tmp_path / family, **limits)
+    reference = RecogniserReference(directory)
+    heard = [reference.hear(make_audio(seconds, seed=3)) for seconds in (1.0, 0.7)]
+    assert get_wrong(run(make_engine(directory), heard), heard) == []
+    if limits:
+        assert {len(entry.rows) for entry in heard} == {7 if "max_new_tokens" in limits else 6}
+    else:  # a sound of 0.7 s has nine frames, each with room for ten tokens
+        assert len(heard[1].rows) == 89
 
 
 @pytest.mark.parametrize("family", ["wav2vec2", "parakeet_ctc", "parakeet_tdt"])

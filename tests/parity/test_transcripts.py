@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,8 +70,9 @@ IN_EVERY_RUN = ("without times", "a language that is found", "a prompt")
 class Whisper:
     """A tiny Whisper in Transformers, and in an engine."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, **options: Any) -> None:
         self.directory = directory
+        self.options = options  # of the engine
         self.processor = transformers.AutoProcessor.from_pretrained(directory)
 
     @cached_property
@@ -78,14 +82,18 @@ class Whisper:
 
     @cached_property
     def llm(self) -> LLM:
-        return make_llm(self.directory, max_model_len=None)
+        return make_llm(self.directory, max_model_len=None, **self.options)
 
     def transcribe(
         self, sounds: list[Audio], settings: WhisperSettings, **options: Any
     ) -> list[Transcript]:
+        """Transcribe with some settings, and with the lengths of the generation config."""
         speech = self.llm._speech
         assert isinstance(speech, WhisperModel)
-        self.llm._speech = replace(speech, settings=settings)
+        lengths = {
+            name: getattr(speech.settings, name) for name in ("max_new_tokens", "max_length")
+        }
+        self.llm._speech = replace(speech, settings=replace(settings, **lengths))
         entries = [(sound, RATE) for sound in sounds]
         return self.llm.transcribe(entries, use_tqdm=False, **options)
 
@@ -112,6 +120,14 @@ class Whisper:
             for segment in output["segments"][0]
             if self._has_text(segment["tokens"].tolist())
         ]
+
+    @torch.inference_mode()
+    def find_language(self, sound: Audio) -> str:
+        """Return the code of the language that Transformers finds in a window."""
+        features = self.processor.feature_extractor(sound, sampling_rate=RATE, return_tensors="pt")
+        found = self.model.detect_language(features["input_features"], num_segment_frames=300)
+        token: str = self.processor.tokenizer.decode(found)
+        return token.removeprefix("<|").removesuffix("|>")
 
     def _has_text(self, token_ids: list[int]) -> bool:
         first_special = self.model.config.eos_token_id
@@ -172,6 +188,80 @@ def check_long(whisper: Whisper, settings: WhisperSettings, lengths: list[float]
         times = [time for each in transcript.segments for time in (each.start, each.end)]
         assert times == sorted(times)
         assert 0 <= times[0] <= times[-1] <= transcript.duration_s
+
+
+def make_changed(source: str, directory: Path, **changes: Any) -> str:
+    """Make a copy of a checkpoint with another generation config."""
+    shutil.copytree(source, directory)
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_new_tokens": 5},
+        {"max_length": 7},
+        pytest.param({"max_length": 30}, marks=pytest.mark.slow),
+        {"max_length": 4, "max_new_tokens": 9},
+        pytest.param({"max_length": 9, "max_new_tokens": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_lengths_of_a_generation_config_hold(
+    limits: dict[str, int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    whisper = Whisper(make_changed(tiny_model("whisper"), tmp_path / "limited", **limits))
+    short, long = make_audio(2.9, seed=3), make_audio(7.1, seed=61)
+    prompt = {"prompt": "the quick brown fox"}
+    cases: list[tuple[Audio, WhisperSettings, dict[str, Any], dict[str, Any]]] = [
+        (short, PLAIN, LANGUAGE, LANGUAGE),
+        (short, PLAIN, LANGUAGE | SEGMENTS | prompt, LANGUAGE | TIMES | prompt),
+        (long, PLAIN, LANGUAGE, LANGUAGE | TIMES),
+        (long, CARRIED, LANGUAGE | prompt, LANGUAGE | TIMES | prompt),
+    ]
+    for sound, settings, ours, theirs in cases:
+        (transcript,) = whisper.transcribe([sound], settings, **ours)
+        expected = whisper.generate(sound, settings, **theirs)
+        assert get_tokens(transcript) == expected
+        assert any(expected)
+        first = [len(segment.token_ids) for segment in transcript.segments if segment.seek == 0]
+        assert sum(first) <= limits.get("max_new_tokens", limits.get("max_length", 0))
+
+
+@pytest.mark.parametrize("name", ["suppress_tokens", "begin_suppress_tokens"])
+def test_a_language_is_found_though_a_text_may_not_have_its_token(
+    name: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = Whisper(tiny_model("whisper"))
+    config = source.model.generation_config
+    sounds = [make_audio(3.0, seed=seed) for seed in range(4)]
+    expected = [source.find_language(sound) for sound in sounds]
+    # All languages that are found, so that there would be another one for each sound.
+    banned = [config.lang_to_id[f"<|{code}|>"] for code in sorted(set(expected))]
+    assert len(banned) < len(config.lang_to_id)
+    changes = {name: [*getattr(config, name), *banned]}
+    whisper = Whisper(make_changed(source.directory, tmp_path / "banned", **changes))
+    transcripts = whisper.transcribe(sounds, PLAIN, **SEGMENTS)
+    assert [transcript.language for transcript in transcripts] == expected
+    assert [whisper.find_language(sound) for sound in sounds] == expected
+    theirs = {"language": None, "task": "transcribe"} | TIMES
+    assert list(map(get_tokens, transcripts)) == [
+        whisper.generate(sound, PLAIN, **theirs) for sound in sounds
+    ]
+
+
+def test_tokens_that_a_whisper_never_writes_stay_so_without_its_generation_config(
+    whisper: Whisper, tiny_model: TinyModel
+) -> None:
+    without = Whisper(tiny_model("whisper"), generation_config="none")
+    sounds = [make_audio(seconds, seed=seed) for seed, seconds in enumerate((3.0, 4.0))]
+    transcripts = without.transcribe(sounds, PLAIN, **LANGUAGE, **SEGMENTS)
+    assert list(map(get_tokens, transcripts)) == [
+        whisper.generate(sound, PLAIN, **LANGUAGE, **TIMES) for sound in sounds
+    ]
+    assert_nothing_is_left(without.llm)
 
 
 def test_an_english_model(tiny_model: TinyModel) -> None:

@@ -60,13 +60,26 @@ def load_generation_defaults(directory: str, generation_config: str = "auto") ->
     The result is the same as that of `get_generation_defaults` for the loaded model.
     `generation_config` is "auto" or "none".
     """
+    return _make_defaults(_load(directory), generation_config)
+
+
+def load_bans(directory: str) -> TokenBans:
+    """Return the tokens that the generation config of a checkpoint bans, whatever is served.
+
+    They are part of a Whisper's rules, which hold for its transcripts also with "none".
+    """
+    config = _load(directory)
+    with _blaming_config():
+        return _get_bans(config, _as_ids(config.eos_token_id))
+
+
+def _load(directory: str) -> Any:
     try:
-        config = GenerationConfig.from_pretrained(directory)
+        return GenerationConfig.from_pretrained(directory)
     except OSError:  # it is missing: older checkpoints have its fields in their `config.json`
-        config = GenerationConfig.from_pretrained(
+        return GenerationConfig.from_pretrained(
             directory, config_file_name="config.json", _from_model_config=True
         )
-    return _make_defaults(config, generation_config)
 
 
 def load_string_limit(directory: str) -> int | None:

@@ -177,7 +177,7 @@ class RecogniserAdapter(ModelAdapter):
         output = self._run_encoder(self._pad(items))
         check_num_embeds([min(output.shape[1], most) for most in num_embeds], num_embeds)
         if is_transducer(self.config):
-            return self._transduce(output, num_embeds)
+            return self._transduce(output, num_embeds, list(map(self._count_steps, items)))
         scores = output.float()
         best, token_ids = scores.max(-1)
         table = torch.stack([token_ids.float(), best - scores.logsumexp(-1)], dim=-1)
@@ -198,15 +198,36 @@ class RecogniserAdapter(ModelAdapter):
 
     # ---- transducers
 
-    def _transduce(self, encoded: torch.Tensor, num_frames: Sequence[int]) -> list[torch.Tensor]:
+    def _count_steps(self, item: MultiModalKwargsItem) -> int:
+        """Return after how many steps `generate` gives up a sound that it has not walked through.
+
+        Its generation config may limit them. Otherwise it leaves room for so many tokens in each
+        frame, also in those of padding that the features may have, and takes one for the start.
+        """
+        config = self.model.generation_config
+        if config.max_new_tokens is not None:
+            return int(config.max_new_tokens)
+        most = config.max_length
+        if most is None:
+            num_rows = item[self._input_name].shape[1]
+            most = count_frames(type(self.model), self.config, num_rows)
+            most *= self.config.max_symbols_per_step
+        return int(most) - 1
+
+    def _transduce(
+        self, encoded: torch.Tensor, num_frames: Sequence[int], num_steps: Sequence[int]
+    ) -> list[torch.Tensor]:
         """Walk through the frames [sounds, frames, width] of sounds, and return the tokens of each.
+
+        Each sound has its number of frames, and of steps after which it is given up.
 
         At each step the model names a token or nothing for the current frame, after the tokens
         before it, and how many frames to go on. This is `generate` for several sounds of different
         lengths, with the probabilities that `generate` does not return.
         """
         rows = torch.arange(len(encoded), device=encoded.device)
-        walk = _Walk(self.config, torch.tensor(list(num_frames), device=encoded.device))
+        ends, most_steps = torch.tensor([num_frames, num_steps], device=encoded.device)
+        walk = _Walk(self.config, ends, most_steps)
         token_ids, cache = self._get_first_ids(rows), None
         while walk.goes_on:
             frames = encoded[rows, walk.frames.clamp(max=encoded.shape[1] - 1), None]
@@ -228,12 +249,16 @@ class RecogniserAdapter(ModelAdapter):
 class _Walk:
     """The way of a transducer through several sounds: where it is in each, and what it found.
 
-    `ends` are the numbers of their frames.
+    `ends` are the numbers of their frames, and `most_steps` bound how long it goes on in each: a
+    TDT may write tokens without ever going on.
     """
 
-    def __init__(self, config: PretrainedConfig, ends: torch.Tensor) -> None:
+    def __init__(
+        self, config: PretrainedConfig, ends: torch.Tensor, most_steps: torch.Tensor
+    ) -> None:
         self.frames = torch.zeros_like(ends)
         self._ends = ends
+        self._most_steps = most_steps
         self._is_within = ends > 0
         self._blank_id = get_blank_id(config)
         self._vocab_size = int(config.vocab_size)
@@ -260,9 +285,7 @@ class _Walk:
         self._found.append(torch.stack([column.float() for column in columns], dim=-1))
         self._is_kept.append(self._is_within & ~is_blank)
         self.frames = self.frames + torch.where(self._is_within, steps, 0)
-        # A TDT may write tokens without ever going on. This bounds them for each sound on its own.
-        has_steps = len(self._found) < self._max_symbols * self._ends
-        self._is_within = (self.frames < self._ends) & has_steps
+        self._is_within = (self.frames < self._ends) & (len(self._found) < self._most_steps)
         return token_ids
 
     def _get_steps(self, logits: torch.Tensor, is_blank: torch.Tensor) -> torch.Tensor:

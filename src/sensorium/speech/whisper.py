@@ -9,6 +9,7 @@ Invariants:
   1. Each window begins after the one before it, so the loop ends.
   2. Times lie in [0, duration] and never go back, whatever tokens the model writes.
   3. A segment is yielded once, after its window was accepted, with all it will ever have.
+  4. The windows, and the tokens of all attempts at them, are bounded by the length of the sound.
 """
 
 from __future__ import annotations
@@ -31,11 +32,17 @@ from sensorium.speech.whisper_tokens import (
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
 from sensorium.speech.words import split_words
 from sensorium.types.errors import InvariantError, RequestError
-from sensorium.types.sampling import TimestampRules
+from sensorium.types.sampling import NO_BANS, TimestampRules
 
 FRAMES_PER_S = 100
 # A text that was decoded at this temperature or above is too uncertain to lead the next window.
 _MAX_CARRIED_TEMPERATURE = 0.5
+# The most tokens of a text that is drawn at random. Writings such as Burmese have the most: about a
+# token for each byte, so that a fast speaker says 40 of them in a second.
+_LEAST_ROOM = 64
+_ROOM_PER_S = 50
+_NUM_ATTEMPTS = 6  # at all that is said, each with as many tokens
+_WINDOW_TOKENS = 64  # a window that is encoded counts as so many
 
 
 def transcribe_whisper(
@@ -113,10 +120,12 @@ class _WhisperRules:
         carries = options.carries_text
         self._carries_text = settings.condition_on_prev_tokens if carries is None else carries
         self._carries_previous = self._carries_text  # into the next window
+        self._max_length = settings.max_length
         self._seek = 0  # the first frame of the next window
         self._last_end = 0.0  # of a segment, in seconds
         self._last_word_end = 0.0
         self._segments: list[Segment] = []
+        self._num_windows = 0
         self._num_audio_tokens = 0
         self._num_output_tokens = 0
 
@@ -124,6 +133,7 @@ class _WhisperRules:
         if self._language is None and self._num_frames > 0:
             yield from self._detect_language()
         while self._seek < self._num_frames:
+            self._num_windows += 1
             self._num_audio_tokens += -(-self._num_window_frames // FRAMES_PER_POSITION)
             attempt = yield from self._decode_window()
             if self._is_silent(attempt):
@@ -155,6 +165,7 @@ class _WhisperRules:
             num_frames=self._num_window_frames,
             prompt_token_ids=(self._tokens.start_id,),
             max_tokens=1,
+            bans=NO_BANS,  # a text may not have the tokens of languages, but this is none
             allowed=tuple(sorted(codes)),
         )
         result = yield from _ask(request)
@@ -165,16 +176,46 @@ class _WhisperRules:
     def _decode_window(self) -> Generator[WindowRequest | Segment, WindowResult | None, _Attempt]:
         """Return the first attempt that is good enough, or the one at the last temperature."""
         prompt = (*self._list_previous(), *self._list_first_tokens())
+        room = self._get_room(prompt)
         for temperature in self._temperatures:
-            request = self._make_request(prompt, temperature)
+            # A text that is drawn at random goes on where nothing is said any more. The likeliest
+            # text has all the room, as in Transformers.
+            most = count_room(self._num_window_frames) if temperature > 0 else room
+            request = self._make_request(prompt, min(room, most), temperature)
             result = yield from _ask(request)
             attempt = self._read_attempt(request, result)
-            if self._is_silent(attempt) or self._is_good(attempt):
+            if self._is_silent(attempt) or self._is_good(attempt) or self._has_spent_all:
                 break
         self._carries_previous = (
             self._carries_text and attempt.temperature < _MAX_CARRIED_TEMPERATURE
         )
         return attempt
+
+    @property
+    def _has_spent_all(self) -> bool:
+        """Whether there was too much work for all that was heard up to the window's end.
+
+        Then the window is not tried again, and the next one begins where it ends. Otherwise a sound
+        of a second could have fifty windows with six attempts each, if a model writes times of some
+        hundredths of a second. The room of one window is for a text that never ends.
+        """
+        num_frames = self._seek + self._num_window_frames
+        most = self._tokens.max_positions + _NUM_ATTEMPTS * count_room(num_frames)
+        return self._num_output_tokens + _WINDOW_TOKENS * self._num_windows >= most
+
+    def _get_room(self, prompt: tuple[int, ...]) -> int:
+        """Return how many tokens the text of the next window may have, and update the limit.
+
+        Transformers adds the prompt of each window to the limit that the window before it had, at
+        most as much as text may be carried.
+        """
+        room = self._tokens.max_positions - len(prompt)
+        if self._settings.max_new_tokens is not None:
+            return min(room, self._settings.max_new_tokens)
+        if self._max_length is None:
+            return room
+        self._max_length += min(len(prompt), self._max_previous)
+        return max(1, min(room, self._max_length - len(prompt)))
 
     def _list_previous(self) -> tuple[int, ...]:
         """Return the tokens that come before the transcript of this window.
@@ -193,7 +234,9 @@ class _WhisperRules:
             first += [tokens.language_ids[self._language], tokens.task_ids[self._options.task]]
         return first if self._has_timestamps else [*first, tokens.no_timestamps_id]
 
-    def _make_request(self, prompt: tuple[int, ...], temperature: float) -> WindowRequest:
+    def _make_request(
+        self, prompt: tuple[int, ...], max_tokens: int, temperature: float
+    ) -> WindowRequest:
         tokens = self._tokens
         rules = TimestampRules(
             first_id=tokens.first_timestamp_id,
@@ -201,15 +244,13 @@ class _WhisperRules:
             eos_token_id=tokens.end_id,
             max_initial_index=tokens.max_initial_index,
         )
-        max_tokens = tokens.max_positions - len(prompt)
         return WindowRequest(
             first_frame=self._seek,
             num_frames=self._num_window_frames,
             prompt_token_ids=prompt,
-            max_tokens=min(max_tokens, self._settings.max_new_tokens or max_tokens),
+            max_tokens=max_tokens,
             temperature=temperature,
-            suppressed=tokens.suppressed,
-            suppressed_at_begin=tokens.suppressed_at_begin,
+            bans=tokens.bans,
             timestamps=rules if self._has_timestamps else None,
             # Silence shows right behind the start of the transcript.
             scored_token=(len(prompt) - len(self._list_first_tokens()), tokens.no_speech_id),
@@ -266,7 +307,7 @@ class _WhisperRules:
                 self._segments.append(segment)
                 self._last_end = segment.end
                 yield segment
-        self._seek += num_frames
+        self._seek += self._num_window_frames if self._has_spent_all else num_frames
 
     def _find_times(
         self, attempt: _Attempt
@@ -368,6 +409,11 @@ def _ask(
     if result is None:
         raise InvariantError("A window was asked for, and no result was sent.")
     return result
+
+
+def count_room(num_frames: int) -> int:
+    """Return how many tokens may be drawn at random for what is said in so many frames."""
+    return _LEAST_ROOM + math.ceil(_ROOM_PER_S * num_frames / FRAMES_PER_S)
 
 
 def list_temperatures(ladder: tuple[float, ...], first: float | None) -> tuple[float, ...]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from sensorium.speech.languages import NAMES, find_code
 from sensorium.speech.transcript import Task
 from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.sampling import TokenBans
 
 FRAMES_PER_POSITION = 2  # frames of the sound for one position of the encoder
 _FIRST_MULTILINGUAL_VOCAB_SIZE = 51_865  # OpenAI's English-only checkpoints have one token less
@@ -49,8 +50,7 @@ class WhisperTokens:
     task_ids: Mapping[Task, int]  # empty for English-only models
     is_multilingual: bool
     special_ids: frozenset[int]  # all special tokens before the timestamps
-    suppressed: tuple[int, ...]
-    suppressed_at_begin: tuple[int, ...]
+    bans: TokenBans  # tokens that a text never has, or does not begin with
     max_initial_index: int | None  # the latest timestamp that a window may begin with
     alignment_heads: tuple[tuple[int, int], ...]  # (layer of the decoder, head)
     max_positions: int  # of the decoder
@@ -104,7 +104,10 @@ class WhisperSettings:
     # A window is given the text before it. Not by default, because Whisper then tends to go on with
     # that text instead of listening: a mistake in one window leads to mistakes in all later ones.
     condition_on_prev_tokens: bool = False
-    max_new_tokens: int | None = None  # of a window; None: what the decoder has room for
+    # The most tokens of a window's text. None: what the decoder has room for. If both are given,
+    # the first counts. The second grows by the prompt of each window, as in Transformers.
+    max_new_tokens: int | None = None
+    max_length: int | None = None
 
 
 def read_whisper_settings(generation_config: Mapping[str, Any]) -> WhisperSettings:
@@ -115,20 +118,29 @@ def read_whisper_settings(generation_config: Mapping[str, Any]) -> WhisperSettin
         "no_speech_threshold": "max_no_speech_prob",
         "condition_on_prev_tokens": "condition_on_prev_tokens",
     }
+    lengths = ("max_new_tokens", "max_length")
+    names |= {name: name for name in lengths}
     found = {
         ours: generation_config[theirs]
         for theirs, ours in names.items()
         if generation_config.get(theirs) is not None
     }
+    for name in lengths:
+        if name in found:
+            _read_size(found, name)
     return WhisperSettings(**found)
 
 
 def read_whisper_tokens(
-    generation_config: Mapping[str, Any], config: Mapping[str, Any], tokenizer: SpeechTokenizer
+    generation_config: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: SpeechTokenizer,
+    bans: TokenBans,
 ) -> WhisperTokens:
     """Return what a checkpoint says of its tokens, or raise `ModelError` if something is missing.
 
-    Both configs are the contents of the checkpoint's files as plain values.
+    Both configs are the contents of the checkpoint's files as plain values. `bans` are those that
+    its generation config has.
     """
     vocab_size = _read_size(config, "vocab_size")
     suppressed = _read_ids(generation_config, config, "suppress_tokens")
@@ -169,11 +181,7 @@ def read_whisper_tokens(
         task_ids=tasks if is_multilingual else {},
         is_multilingual=is_multilingual,
         special_ids=frozenset(special_ids),
-        # Transformers' defaults have ids that a small vocabulary lacks.
-        suppressed=_keep_known(suppressed, vocab_size),
-        suppressed_at_begin=_keep_known(
-            _read_ids(generation_config, config, "begin_suppress_tokens"), vocab_size
-        ),
+        bans=bans,
         max_initial_index=generation_config.get("max_initial_timestamp_index"),
         alignment_heads=_read_heads(generation_config, config),
         max_positions=_read_size(config, "max_target_positions"),
@@ -218,10 +226,6 @@ def _read_ids(
 ) -> tuple[int, ...]:
     value = generation_config.get(name)
     return tuple((config.get(name) if value is None else value) or ())
-
-
-def _keep_known(token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    return tuple(token_id for token_id in token_ids if 0 <= token_id < vocab_size)
 
 
 def _read_languages(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sensorium.speech.transcript import Segment, Transcript
-from sensorium.types.sampling import TimestampRules
+from sensorium.types.sampling import TimestampRules, TokenBans
 
 _NUM_AHEAD = 3  # windows that may run before the result of an earlier one is known
 
@@ -31,9 +31,9 @@ class WindowRequest:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     temperature: float = 0.0
-    # Tokens that are never chosen, that the answer must not begin with, and the only ones allowed.
-    suppressed: tuple[int, ...] = ()
-    suppressed_at_begin: tuple[int, ...] = ()
+    bans: TokenBans | None = None  # tokens that are never chosen; None: what the model bans
+    # The only tokens that may be chosen. The caller's sampling parameters, which are about text,
+    # do not hold then.
     allowed: tuple[int, ...] | None = None
     timestamps: TimestampRules | None = None
     # Of this token, the probability right behind the prompt's token at an index is wanted.

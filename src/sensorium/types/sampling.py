@@ -65,6 +65,7 @@ class SpeechRules:
     """
 
     timestamps: TimestampRules | None = None
+    bans: TokenBans | None = None  # in the place of the model's own; None: these hold
     # The log-probability of a token behind the prompt's token at an index: (index, token id).
     scored_token: tuple[int, int] | None = None
     needs_alignment: bool = False  # the attention of the prompt to its sound
@@ -75,7 +76,7 @@ class GenerationDefaults:
     """The defaults for requests from the model's `generation_config.json`.
 
     A request may override all but the last two: `eos_token_ids` (the tokens that end an answer) and
-    `bans` hold for every request.
+    `bans` hold for every request, except that a transcript may have bans of its own.
     """
 
     temperature: float = 1.0

@@ -21,7 +21,9 @@ from sensorium.speech.whisper import FRAMES_PER_S, compress_tokens, transcribe_w
 from sensorium.speech.whisper_tokens import WhisperSettings, WhisperTokens
 from sensorium.speech.windows import WindowResult
 from sensorium.speech.words import split_words
+from sensorium.types.sampling import TokenBans
 from tests.unit.speech.tiny_whisper import (
+    BANS,
     IDS,
     NUM_WINDOW_FRAMES,
     TEXTS,
@@ -92,6 +94,8 @@ def generate(case: Case, **arguments: Any) -> list[dict[str, Any]]:
         arguments |= {"language": options.language, "task": options.task}
     if settings.max_new_tokens:
         arguments["max_new_tokens"] = settings.max_new_tokens
+    if settings.max_length:
+        arguments["max_length"] = settings.max_length
     if options.prompt:
         prompt = [IDS["<|startofprev|>"], *TinyTokenizer().encode(options.prompt)]
         arguments["prompt_ids"] = torch.tensor(prompt)
@@ -171,8 +175,25 @@ def test_a_long_sound_of_an_unknown_language_is_translated_alike() -> None:
     check(Case(seed=7, options=options, settings=CARRIED))
 
 
-def test_texts_of_limited_length_are_the_same() -> None:
-    check(Case(seed=2, settings=replace(CARRIED, max_new_tokens=6)))
+@pytest.mark.parametrize("prompt", ["", PROMPT], ids=["alone", "prompted"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_new_tokens": 6},
+        {"max_length": 6},
+        {"max_length": 30},
+        {"max_length": 9, "max_new_tokens": 6},
+    ],
+    ids=str,
+)
+def test_texts_of_limited_length_are_the_same(limits: dict[str, int], prompt: str) -> None:
+    settings = replace(CARRIED, **limits)
+    options = replace(SEGMENTS, prompt=prompt)
+    answer = check(Case(seed=2, options=options, settings=settings))
+    lengths = [len(result.token_ids) for result in answer.results]
+    assert lengths[0] <= min(limits.values())
+    if limits == {"max_length": 6}:  # the limit grows by each window's prompt
+        assert max(lengths) > 6
 
 
 @pytest.mark.parametrize("seed", [4, *mark_slow(5)])
@@ -354,7 +375,7 @@ def test_a_wrong_rule_for_the_next_window_would_be_seen(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"suppressed": ()},
+        {"bans": TokenBans(first_token_ids=BANS.first_token_ids)},
         {"max_initial_index": None},
         pytest.param({"max_positions": 39}, marks=pytest.mark.slow),
         {"no_timestamps_id": IDS["<|notimestamps|>"] + 1},
@@ -367,7 +388,7 @@ def test_a_wrong_rule_for_tokens_would_be_seen(changes: dict[str, Any]) -> None:
 
 def test_a_wrong_rule_for_the_first_token_would_be_seen() -> None:
     case = Case(seed=0, num_frames=SHORT, options=SpeechOptions(language="en"))
-    assert is_difference_seen(case, {"suppressed_at_begin": ()})
+    assert is_difference_seen(case, {"bans": TokenBans(sequences=BANS.sequences)})
 
 
 def test_a_wrong_rule_for_what_is_carried_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

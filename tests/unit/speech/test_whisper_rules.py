@@ -18,6 +18,7 @@ from sensorium.speech.whisper import list_temperatures, transcribe_whisper
 from sensorium.speech.whisper_tokens import WhisperSettings, WhisperTokens
 from sensorium.speech.windows import WindowRequest, WindowResult
 from sensorium.types.errors import InvariantError, RequestError
+from sensorium.types.sampling import NO_BANS
 from tests.unit.speech.tiny_whisper import (
     END_ID,
     IDS,
@@ -41,8 +42,7 @@ TOKENS = WhisperTokens(
     task_ids={"transcribe": IDS["<|transcribe|>"], "translate": IDS["<|translate|>"]},
     is_multilingual=True,
     special_ids=frozenset(IDS.values()),
-    suppressed=(),
-    suppressed_at_begin=(),
+    bans=NO_BANS,
     max_initial_index=None,
     alignment_heads=((0, 0), (0, 1)),
     max_positions=40,
@@ -372,3 +372,60 @@ def check_times(segments: tuple[Segment, ...], duration: float) -> None:
         assert all(0 <= time <= duration for time in each)
     seeks = [segment.seek for segment in segments]
     assert seeks == sorted(seeks)
+
+
+# ---- how much work a sound may be
+
+# The sizes of OpenAI's models.
+LARGE = replace(TOKENS, vocab_size=51_865, max_positions=448, num_window_frames=3000)
+
+
+@dataclass(slots=True)
+class Rambling:
+    """Writes a text into each window that is too unlikely, with a pair of times near its begin."""
+
+    position: int  # of the pair
+    most: int = 448  # tokens
+    requests: list[WindowRequest] = field(default_factory=list)
+
+    def __call__(self, request: WindowRequest) -> WindowResult:
+        self.requests.append(request)
+        num_words = min(self.most, request.max_tokens) - 3
+        return say(0, " ba" * num_words, *[self.position] * 2, logprob=-3.0, end=False)
+
+
+@pytest.mark.parametrize("most", [448, 4])
+@pytest.mark.parametrize("temperature", [None, 0.4, 2.0])
+@pytest.mark.parametrize("seconds", [0.2, 1.5, 40.0])
+def test_all_attempts_at_a_sound_are_bounded_by_its_length(
+    seconds: float, temperature: float | None, most: int
+) -> None:
+    num_frames = round(100 * seconds)
+    answer = Rambling(position=1, most=most)
+    options = replace(ENGLISH, temperature=temperature)
+    transcript = transcribe(answer, num_frames, options, tokens=LARGE)
+    num_tokens = sum(min(most, request.max_tokens) for request in answer.requests)
+    assert transcript.usage.num_output_tokens == num_tokens
+    num_windows = len({request.first_frame for request in answer.requests})
+    # An attempt may begin within the limit and end behind it, and the rest is heard once more.
+    assert num_tokens + 64 * num_windows <= 6 * (64 + 50 * seconds) + 3 * 448 + 2 * 64
+    for request in answer.requests:
+        if request.temperature > 0:
+            assert request.max_tokens <= 64 + 50 * request.num_frames / 100
+    ends = [request.first_frame + request.num_frames for request in answer.requests]
+    assert ends[-1] == num_frames
+
+
+def test_a_fast_speaker_is_heard_with_all_attempts() -> None:
+    """Ten minutes have 40 tokens a second, and each text is too unlikely six times."""
+    answer = Rambling(position=555)  # 444 tokens in 11.1 s
+    transcribe(answer, 60_000, tokens=LARGE)
+    seeks = [request.first_frame for request in answer.requests]
+    assert sorted(set(seeks)) == list(range(0, 60_000, 1110))
+    assert all(seeks.count(seek) == 6 for seek in seeks)
+
+
+def test_the_likeliest_text_has_all_the_room_as_in_transformers() -> None:
+    script = Script([say(0, " ba", 10)])
+    transcribe(script, 30, tokens=LARGE)
+    assert script.requests[0].max_tokens == 448 - 3

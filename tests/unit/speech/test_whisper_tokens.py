@@ -13,6 +13,7 @@ from sensorium.speech.whisper_tokens import (
     read_whisper_tokens,
 )
 from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.sampling import NO_BANS
 
 CONFIG = {
     "vocab_size": 51865,
@@ -59,7 +60,7 @@ def read(*missing: str, specials: Specials | None = None, **changes: Any) -> Whi
     given = {**GENERATION_CONFIG, **changes}
     for name in missing:
         del given[name]
-    return read_whisper_tokens(given, CONFIG, specials or Specials())
+    return read_whisper_tokens(given, CONFIG, specials or Specials(), NO_BANS)
 
 
 def test_a_generation_config_has_all_that_is_needed() -> None:
@@ -68,7 +69,6 @@ def test_a_generation_config_has_all_that_is_needed() -> None:
     assert (tokens.no_speech_id, tokens.first_timestamp_id) == (50362, 50364)
     assert tokens.language_ids == {"en": 50259, "de": 50261, "haw": 50352}
     assert tokens.task_ids == {"transcribe": 50359, "translate": 50358}
-    assert tokens.suppressed_at_begin == (220, 50257)
     assert tokens.alignment_heads == ((2, 2), (3, 0))
     assert (tokens.num_window_frames, tokens.max_positions) == (3000, 448)
     assert tokens.median_filter_width == 7
@@ -117,7 +117,9 @@ def test_what_is_missing_or_wrong_is_a_model_error(
 
 def test_a_config_without_sizes_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="max_target_positions"):
-        read_whisper_tokens(GENERATION_CONFIG, {**CONFIG, "max_target_positions": None}, Specials())
+        read_whisper_tokens(
+            GENERATION_CONFIG, {**CONFIG, "max_target_positions": None}, Specials(), NO_BANS
+        )
 
 
 @pytest.mark.parametrize("name", ["de", "DE", "german", "German", " de "])
@@ -154,3 +156,12 @@ def test_settings_are_openais_unless_the_checkpoint_has_others() -> None:
     given = {"no_speech_threshold": 0.3, "condition_on_prev_tokens": True}
     settings = read_whisper_settings(given)
     assert settings == WhisperSettings(max_no_speech_prob=0.3, condition_on_prev_tokens=True)
+    lengths = {"max_length": 448, "max_new_tokens": 9}
+    assert read_whisper_settings(lengths) == WhisperSettings(**lengths)
+
+
+@pytest.mark.parametrize("name", ["max_length", "max_new_tokens"])
+@pytest.mark.parametrize("value", [0, -1, "9", 2.5])
+def test_a_length_that_is_none_is_a_model_error(name: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=f"no valid {name}: {value!r}"):
+        read_whisper_settings({name: value})

@@ -23,6 +23,7 @@ from sensorium.models import ensure_torchvision
 from sensorium.speech.transcript import Segment, Transcript
 from sensorium.speech.whisper_tokens import WhisperTokens, read_whisper_tokens
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
+from sensorium.types.sampling import TokenBans
 
 ensure_torchvision()
 NUM_MELS = 8
@@ -33,6 +34,10 @@ SPECIALS += ["<|transcribe|>", "<|startoflm|>", "<|startofprev|>", "<|nospeech|>
 SPECIALS += ["<|notimestamps|>"]
 IDS = {token: len(TEXTS) + i for i, token in enumerate(SPECIALS)}
 END_ID = IDS["<|endoftext|>"]
+BANS = TokenBans(
+    sequences=((3,), *((IDS[each],) for each in SPECIALS[1:2] + SPECIALS[5:10])),
+    first_token_ids=(*range(0, len(TEXTS), 2), END_ID),
+)
 NUM_POSITIONS = 150  # a window of 3 s, so that a long sound is soon over
 NUM_WINDOW_FRAMES = 2 * NUM_POSITIONS
 NUM_TIMESTAMPS = NUM_POSITIONS + 1
@@ -91,8 +96,8 @@ def make_model(seed: int, *, is_multilingual: bool = True) -> Any:
     rows[-NUM_TIMESTAMPS:] *= 0.4
     rows[END_ID] *= 1.2
     settings: dict[str, Any] = {
-        "begin_suppress_tokens": [*range(0, len(TEXTS), 2), END_ID],
-        "suppress_tokens": [3, *(IDS[each] for each in SPECIALS[1:2] + SPECIALS[5:10])],
+        "begin_suppress_tokens": list(BANS.first_token_ids),
+        "suppress_tokens": [token_id for (token_id,) in BANS.sequences],
         "no_timestamps_token_id": IDS["<|notimestamps|>"],
         "max_initial_timestamp_index": 10,
         "max_length": config.max_target_positions,
@@ -111,7 +116,7 @@ def make_model(seed: int, *, is_multilingual: bool = True) -> Any:
 
 def read_tokens(model: Any, **changes: Any) -> WhisperTokens:
     generation_config = {**model.generation_config.to_dict(), **changes}
-    return read_whisper_tokens(generation_config, model.config.to_dict(), TinyTokenizer())
+    return read_whisper_tokens(generation_config, model.config.to_dict(), TinyTokenizer(), BANS)
 
 
 def make_features(num_frames: int, seed: int = 0) -> torch.Tensor:
@@ -182,12 +187,14 @@ class ModelAnswer:
     def _make_processors(self, request: WindowRequest) -> LogitsProcessorList:
         begin = len(request.prompt_token_ids)
         processors = LogitsProcessorList()
-        if request.suppressed_at_begin:
+        assert request.bans is not None
+        suppressed = [token_id for sequence in request.bans.sequences for token_id in sequence]
+        if request.bans.first_token_ids:
             processors.append(
-                SuppressTokensAtBeginLogitsProcessor(request.suppressed_at_begin, begin)
+                SuppressTokensAtBeginLogitsProcessor(request.bans.first_token_ids, begin)
             )
-        if request.suppressed:
-            processors.append(SuppressTokensLogitsProcessor(request.suppressed))
+        if suppressed:
+            processors.append(SuppressTokensLogitsProcessor(suppressed))
         if request.allowed is not None:
             others = sorted(set(range(VOCAB_SIZE)) - set(request.allowed))
             processors.append(SuppressTokensLogitsProcessor(others))

@@ -206,7 +206,8 @@ class EngineOptions:
         choices=("auto", "none"),
         synonyms=(("vllm", "none"),),  # as in vLLM
         help="Whether the checkpoint's generation_config.json decides what a request leaves open "
-        "(auto). With none, only its end-of-sequence tokens count.",
+        "(auto). With none, only its end-of-sequence tokens count; Whisper's transcripts follow it "
+        "with both.",
     )
     structured_string_limit: int | None = server_option(
         None,

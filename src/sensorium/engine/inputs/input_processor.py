@@ -42,7 +42,7 @@ from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, Payload
 from sensorium.types.request import EngineCoreRequest, Prompt
 from sensorium.types.restrictions import Restrictions
-from sensorium.types.sampling import GenerationDefaults, SamplingParams
+from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class InputProcessor:
                 ),
                 mm_features=tuple(features),
                 eos_token_ids=self.defaults.eos_token_ids,
-                bans=self.defaults.bans.add(self._get_bad_sequences(params.bad_words)),
+                bans=self._make_bans(params),
                 cache_salt=read.cache_salt,
                 priority=read.priority,
                 stream=describe_stream(self.processor.beside, features),
@@ -445,6 +445,12 @@ class InputProcessor:
         except Exception:  # a single bad item must not stop the others
             logger.warning("a media item could not be put into the processor cache", exc_info=True)
             return None
+
+    def _make_bans(self, params: SamplingParams) -> TokenBans:
+        """Return the bans of the model or of a transcript, with those that the caller adds."""
+        bans = None if params.speech is None else params.speech.bans
+        bans = self.defaults.bans if bans is None else bans
+        return bans.add(self._get_bad_sequences(params.bad_words))
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Return the token ids of each forbidden word, at the start of a text and after a space.

@@ -15,6 +15,7 @@ from sensorium.engine.speech.recognisers import read_recogniser
 from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, WithSoundProcessor
 from sensorium.engine.speech.streamed import StreamedModel
 from sensorium.models.encoder_decoder import WINDOW_S
+from sensorium.models.generation_config import load_bans
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.multimodal.processing.recognisers import RecogniserProcessor
@@ -217,8 +218,11 @@ def read_speech_model(
         return WhisperModel(
             processor=processor.beside,
             tokenizer=tokenizer,
-            tokens=read_whisper_tokens(generation, config.to_dict(), tokenizer),
-            settings=read_whisper_settings(generation),
+            tokens=read_whisper_tokens(
+                generation, config.to_dict(), tokenizer, load_bans(str(directory))
+            ),
+            # An old checkpoint has the lengths of texts in its config.
+            settings=read_whisper_settings(generation or config.to_dict()),
         )
     end = generation.get("eos_token_id", config.eos_token_id)
     return PieceModel(

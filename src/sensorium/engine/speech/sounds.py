@@ -161,7 +161,7 @@ def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParam
     if request.needs_frames:  # nothing is sampled
         return SamplingParams(temperature=0.0, max_tokens=1)
     return replace(
-        options.sampling,
+        options.sampling if request.allowed is None else SamplingParams(),
         n=1,
         temperature=request.temperature,
         max_tokens=request.max_tokens,
@@ -172,6 +172,7 @@ def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParam
         prompt_logprobs=None,
         speech=SpeechRules(
             timestamps=request.timestamps,
+            bans=request.bans,
             scored_token=request.scored_token,
             needs_alignment=request.needs_alignment,
         ),
