@@ -58,7 +58,7 @@ def alone(reference_of: ReferenceOf) -> Any:
     def generate(family: str) -> Tokens:
         prompts = get_prompts(reference_of(family))
         options = {"max_num_seqs": 1, "enable_prefix_caching": False}
-        llm = make_llm(reference_of(family).directory, **options)
+        llm = make_llm(reference_of(family).directory, max_num_batched_tokens=2048, **options)
         outputs = llm.generate(prompts, get_params(), use_tqdm=False)
         return get_token_ids(outputs)
 
@@ -93,7 +93,7 @@ def test_every_knob_changes_the_tokens(reference_of: ReferenceOf, alone: Any, fa
 def test_neighbours_in_the_batch_change_nothing(
     reference_of: ReferenceOf, alone: Any, family: str
 ) -> None:
-    llm = make_llm(reference_of(family).directory)
+    llm = make_llm(reference_of(family).directory, max_num_batched_tokens=2048)
     trace = Trace(llm)
     outputs = llm.generate(get_prompts(reference_of(family)), get_params(), use_tqdm=False)
     assert get_token_ids(outputs) == alone(family)

@@ -167,8 +167,8 @@ class LongPrompts:
 
     @property
     def is_limiting(self) -> bool:
-        """Whether these rules have kept a long prompt from having tokens of this step."""
-        return self._has_refused and not self._is_lifted
+        """Whether these rules may have kept a long prompt from having tokens of this step."""
+        return (self._has_refused or self._is_resting) and not self._is_lifted
 
     def lift(self) -> None:
         """Plan this step once more, without these rules."""

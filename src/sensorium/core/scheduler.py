@@ -234,6 +234,8 @@ class Scheduler:
     def _make_room_for_others(self) -> None:
         """Preempt requests of a client call that runs too many of them while other calls wait."""
         # This comes first because a request that has work in a step is not preempted in it.
+        if not self.waiting:
+            return
         entitled = self._long_prompts.get_entitled(self.waiting)
         next_request = self._shares.get_next(self.waiting.iterate_with(entitled))
         if next_request is None:
