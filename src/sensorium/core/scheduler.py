@@ -203,7 +203,8 @@ class Scheduler:
         ):
             # The step only preempted requests, or reserved tokens for a request that could not use
             # them, or there is nothing to do but to encode, or to compute long prompts.
-            if step.is_encoder_resting and not step.is_short_of_blocks:
+            is_idle = not step.is_short_of_blocks and not step.has_waiting
+            if step.is_encoder_resting and is_idle:
                 self._carryover.end_rest()
             self._long_prompts.lift()
             step = self._fill_step()

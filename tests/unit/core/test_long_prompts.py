@@ -4,6 +4,7 @@ import pytest
 
 from sensorium.core.kv_cache_manager import KVCacheManager, PrefixHit
 from sensorium.core.request import Request
+from sensorium.types.sampling import SamplingParams
 from tests.property.scheduler_driver import SchedulerDriver
 from tests.property.strategies import make_request
 
@@ -188,6 +189,19 @@ def test_a_step_is_not_left_empty_for_a_pause() -> None:
     driver.add(make_request("other", "nine", cache_salt="x", sampling_params=tokens(1)))
     assert run(driver) == [{"long": (32, 39)}]
     driver.drain()
+
+
+def test_encoders_rest_although_the_next_token_of_an_answer_is_not_known_yet() -> None:
+    """A step under way is waited for: it is no reason to encode, nor is a long prompt."""
+    driver = make(pause=1, is_ahead=True, max_num_encoder_embeds=1)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, presence_penalty=0.5)
+    driver.add(make_request("reader", (1,), sampling_params=params))
+    run(driver, 2)
+    driver.add(make_request("a", "three", (1,) * 6, cache_salt="a", sampling_params=tokens(1)))
+    run(driver)
+    driver.add(make_request("b", "two", (2,) * 6, cache_salt="b", sampling_params=tokens(1)))
+    run(driver, 12)  # the driver checks that encoders rest
+    assert list(driver.open) == ["reader"]
 
 
 def test_without_a_threshold_no_prompt_is_long() -> None:
