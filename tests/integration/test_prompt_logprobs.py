@@ -102,6 +102,7 @@ def test_preemptions_neither_lose_nor_repeat_any(
         max_model_len=longest,
         block_size=4,
         max_num_batched_tokens=budget,
+        long_prefill_token_threshold=0,  # all of them run at once, so that some are preempted
         kv_cache_memory_bytes=get_kv_bytes(roomy, longest + 4),
     )
     trace = Trace(llm)

@@ -126,7 +126,9 @@ def get_values(logprobs: Any) -> list[float]:
 
 @pytest.fixture
 def llama(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
-    with make_llm(tiny_model("llama"), max_num_batched_tokens=16) as llm:
+    # No prompt is long: each runs beside the others.
+    options = {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 0}
+    with make_llm(tiny_model("llama"), **options) as llm:
         yield llm
 
 

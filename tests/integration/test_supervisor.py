@@ -218,7 +218,7 @@ def test_shared_memory_is_reserved_once_and_inherited_by_every_core(server: Supe
 def test_memory_that_is_not_there_is_an_error_before_anything_starts(server: Supervised) -> None:
     server.start(media={"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 2**19})
     assert server.end() == 1
-    assert "the shared-memory cache needs" in server.get_stderr()
+    assert "the shared-memory cache can't reserve" in server.get_stderr()
     assert not server.get_events()
 
 

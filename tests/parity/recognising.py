@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,7 +113,9 @@ class RecogniserReference:
         )
 
     def _generate(self, inputs: Any) -> Any:
-        return self.model.generate(**inputs)
+        with warnings.catch_warnings():  # its own limit is the one that is wanted
+            warnings.filterwarnings("ignore", "Using the model-agnostic default `max_length`")
+            return self.model.generate(**inputs)
 
     @torch.inference_mode()
     def get_times(self, sound: Audio, head: str) -> list[tuple[float, float]]:

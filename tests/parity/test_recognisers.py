@@ -40,7 +40,6 @@ from tests.support.media import write_sound
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Support for mismatched key_padding_mask:UserWarning",  # in WavLM, also on its own
-    "ignore:Using the model-agnostic default `max_length`:UserWarning",  # which a Parakeet has not
 )
 TinyModel = Callable[[str], str]
 
