@@ -123,7 +123,7 @@ class _WrongSegments(AgainRecorder):
         ),
         (
             Recorders(segments=_WrongSegments()),
-            "prompts not captured (a replay of 2048 tokens is off by",
+            "prompts not captured (a replay of 512 tokens is off by",
             {"eager_no_graphs": 1, "decode_graph": 4},
         ),
     ],
