@@ -37,7 +37,7 @@ _MAX_NUM_ENCODER_EMBEDS = {"cpu": 2048, "cuda": 8192}
 _LONG_PREFILL = {"cpu": 512, "cuda": 2048}
 # Device type -> steps of others between two pieces of such prompts. A piece takes a CPU as long as
 # dozens of steps in which everybody only has one token. A GPU computes both in one.
-_LONG_PREFILL_PAUSE = {"cpu": 32, "cuda": 0}
+_LONG_PREFILL_PAUSE = {"cpu": 64, "cuda": 0}
 # Device types whose steps are computed while the host goes on. A CPU computes a step at once, and
 # would only give its results later if the next one was launched first.
 OVERLAP_DEVICES = {"cuda"}
