@@ -106,7 +106,7 @@ def test_a_long_prompt_ends_in_time_however_many_come_after_it(
         add(driver, f"reader {index}", 1, max_tokens=MAX_MODEL_LEN - 2)
     step(driver)
     add(driver, TARGET, threshold + length)
-    least = min(threshold, budget // 2, budget - num_before)
+    least = max(1, min(threshold // 8, budget // 2, budget - num_before))
     num_turns = -(-(threshold + length) // least)
     # It has every second turn. In the first step it may find that one pauses.
     bound = pause + 2 * num_turns * (1 + pause)
@@ -139,6 +139,7 @@ def test_decoding_goes_on_between_the_pieces_of_long_prompts(
     for index, length in enumerate(lengths):
         add(driver, f"long {index}", threshold + length)
     num_between: int | None = None
+    num_owed = pause
     for _ in range(num_steps):
         output = step(driver)
         assert "reader" in {s.request_id for s in output.scheduled}
@@ -146,8 +147,9 @@ def test_decoding_goes_on_between_the_pieces_of_long_prompts(
         if max(list_long(output).values(), default=0) <= 1:
             num_between = None if num_between is None else num_between + 1
             continue
-        assert num_between in (None, pause)
-        num_between = 0
+        assert num_between in (None, num_owed)
+        num_tokens = sum(list_long(output).values())
+        num_between, num_owed = 0, min(pause, -(-pause * num_tokens // threshold))
     driver.drain()
 
 

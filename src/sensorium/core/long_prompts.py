@@ -8,7 +8,8 @@ Invariants:
   1. While others wait for their first token, long prompts together have at most `threshold` tokens
      of a step, and at most half of it. Only a span that can't be split may be longer.
   2. While others run, at most `pause` steps in which they have work pass between two steps with
-     tokens of long prompts.
+     tokens of long prompts: as many for each `threshold` tokens. When the others have gone, who may
+     come again, long prompts have few tokens of a step at first, and then twice as many each time.
   3. In such a step one long prompt comes before the other long ones. In turns, this is the first
      in the order of service, so that none starves, and the one with the fewest tokens left.
   4. A long prompt starts beside others only if it comes before them in the order of service, or has
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from sensorium.core.request import Rank, Request
 from sensorium.core.waiting_queue import WaitingQueue
 
+_FIRST_PIECE = 8  # the part of `threshold` that such a prompt begins with when others have gone
 _Entry = tuple[int, Request]  # a long prompt, behind the number of its tokens to compute
 
 
@@ -32,7 +34,7 @@ class LongPrompts:
     """The long prompts that run, whose turn it is, and what they may have of the present step.
 
     With a `threshold` of 0 no prompt is long. `pause` is a number of steps; with 0, long prompts
-    take part in every step. A step has `max_num_tokens`.
+    take part in every step, and have all of it when they are alone. A step has `max_num_tokens`.
     """
 
     def __init__(self, threshold: int, *, pause: int, max_num_tokens: int) -> None:
@@ -41,6 +43,8 @@ class LongPrompts:
         self._max_num_tokens = max_num_tokens
         self._running: dict[str, Request] = {}
         self._num_steps_to_rest = 0
+        self._least_alone = max(1, threshold // _FIRST_PIECE)
+        self._most_alone = self._least_alone  # tokens of a step while no others are there
         self._is_turn_of_first = True  # and not of the shortest
         self._kept_by: str | None = None  # the prompt that keeps its turn
         # Of the present step:
@@ -49,7 +53,7 @@ class LongPrompts:
         self._num_spare = 0  # tokens for all others together
         self._is_resting = False
         self._is_lifted = False
-        self._has_computed = False
+        self._num_computed = 0  # tokens of all of them
         self._has_refused = False
         self._keeper: str | None = None
 
@@ -76,11 +80,14 @@ class LongPrompts:
         """
         self._running = {r.request_id: r for r in self._running.values() if _has_prompt_left(r)}
         self._chosen = self._keeper = None
-        self._is_resting = self._has_computed = self._has_refused = False
+        self._is_resting = self._has_refused = False
+        self._num_computed = 0
         self._num_spare = self._max_num_tokens
         ranks = [request.rank for request in self._running.values()]
         if (first := waiting.get_first_long()) is not None:
             ranks.append(first[1].rank)
+        if not ranks:
+            self._most_alone = self._least_alone
         if not ranks or self._is_lifted:
             return
         # Nothing is taken from them for requests that are less urgent.
@@ -94,8 +101,12 @@ class LongPrompts:
                 others.append(request)
                 has_newcomers = request.first_token is None
         self._is_resting = bool(others) and self._num_steps_to_rest > 0 and self._kept_by is None
+        if others:
+            self._most_alone = self._least_alone
         if has_newcomers:
             self._num_spare = max(1, min(self._threshold, self._max_num_tokens // 2))
+        elif self._pause and not others:
+            self._num_spare = min(self._most_alone, self._max_num_tokens)
 
     def get_entitled(self, waiting: WaitingQueue) -> Request | None:
         """Return the waiting long prompt that others must make room for, or `None`."""
@@ -156,7 +167,7 @@ class LongPrompts:
     def note_tokens(self, request: Request, num_tokens: int) -> None:
         """Note that the step computes tokens of a request, whether its prompt is long or not."""
         if request.request_id in self._running:
-            self._has_computed = True
+            self._num_computed += num_tokens
             if request is not self._chosen:
                 self._num_spare = max(0, self._num_spare - num_tokens)
 
@@ -176,8 +187,10 @@ class LongPrompts:
 
     def end_step(self, *, has_tokens: bool) -> None:
         """Remember what matters for the next steps. `has_tokens` tells whether this one has any."""
-        if self._has_computed:
-            self._num_steps_to_rest = self._pause
+        if self._num_computed:
+            num_steps = -(-self._pause * self._num_computed // self._threshold)
+            self._num_steps_to_rest = min(self._pause, self._num_steps_to_rest + num_steps)
+            self._most_alone = min(2 * self._most_alone, self._max_num_tokens)
         elif self._is_resting and has_tokens:
             self._num_steps_to_rest -= 1
         # The turn also passes on if a chosen one could not start. So one that lacks blocks does

@@ -87,26 +87,38 @@ def test_a_long_prompt_pauses_while_others_decode() -> None:
     assert all("reader" in windows for windows in steps)
 
 
-def test_a_long_prompt_that_is_alone_does_not_pause() -> None:
+def test_a_long_prompt_that_is_alone_does_not_pause_and_has_more_from_step_to_step() -> None:
     driver = make(pause=3)
-    add(driver, "long", 20)
-    assert run(driver, 3) == [{"long": (0, 8)}, {"long": (8, 16)}, {"long": (16, 20)}]
+    add(driver, "long", 30)
+    steps = run(driver, 6)
+    assert [count_new(windows, "long") for windows in steps] == [1, 2, 4, 8, 8, 7]
+
+
+def test_who_comes_again_finds_a_small_piece_under_way() -> None:
+    driver = make(pause=3)
+    add(driver, "long", 200)
+    run(driver, 8)
+    for index in range(4):
+        add(driver, f"short {index}", 3)
+        (windows,) = run(driver)
+        assert f"short {index}" in windows
+        assert [count_new(windows, "long") for windows in run(driver, 2)] == [1, 2]
 
 
 def test_a_newcomer_finds_a_pause() -> None:
     driver = make(pause=3)
     add(driver, "long", 80)
-    run(driver)
-    add(driver, "short", 8, max_tokens=2)
-    run(driver)
-    assert run(driver, 2) == [{"short": (8, 9)}, {"long": (8, 16)}]
+    run(driver, 4)
+    add(driver, "short", 4, max_tokens=2)
+    assert run(driver, 3) == [{"short": (0, 4)}, {"short": (4, 5)}, {"long": (15, 16)}]
 
 
 def test_the_next_long_prompt_pauses_too() -> None:
     driver = make(pause=3)
-    add(driver, "first", 5)
-    add(driver, "second", 5)
-    run(driver)
+    add(driver, "first", 15)
+    add(driver, "second", 15)
+    run(driver, 4)
+    assert list(driver.open) == ["second"]
     add(driver, "short", 1, max_tokens=3)
     names = [set(windows) for windows in run(driver, 4)]
     assert names == [{"short"}, {"short"}, {"short"}, {"second"}]
@@ -173,21 +185,21 @@ def test_less_urgent_requests_take_nothing_from_a_long_prompt() -> None:
     for index in range(3):
         request = make_request(f"late {index}", (1,), priority=1, sampling_params=tokens(9))
         driver.add(request)
-    assert run(driver, 2) == [{"long": (8, 16)}, {"long": (16, 24)}]
+    assert [count_new(windows, "long") for windows in run(driver, 4)] == [2, 4, 8, 8]
 
 
 def test_a_step_is_not_left_empty_for_a_pause() -> None:
     """The only other request waits for blocks that the long prompt has."""
     driver = make_driver(
-        num_blocks=41,
+        num_blocks=40,
         disable_chunked_mm_input=True,
         long_prefill_token_threshold=THRESHOLD,
         long_prefill_pause=50,
     )
-    add(driver, "long", 39)
-    run(driver, 4)
+    add(driver, "long", 38)
+    run(driver, 6)
     driver.add(make_request("other", "nine", cache_salt="x", sampling_params=tokens(1)))
-    assert run(driver) == [{"long": (32, 39)}]
+    assert run(driver) == [{"long": (31, 38)}]
     driver.drain()
 
 

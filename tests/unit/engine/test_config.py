@@ -69,7 +69,7 @@ def test_defaults_fit_the_model_and_a_cpu() -> None:
     assert config.limits.max_num_seqs == 32
     assert config.limits.max_num_batched_tokens == 512
     assert config.limits.long_prefill_token_threshold == 512
-    assert config.limits.long_prefill_pause > 0
+    assert config.limits.long_prefill_pause == 64
     assert config.limits.max_num_encoder_embeds == 2048
     assert config.limits.encoder_cache_size == 16_384
     assert config.block_size == 16
@@ -125,7 +125,9 @@ def test_the_threshold_of_long_prompts_is_at_most_a_step_unless_it_is_given(
     given: int | None, budget: int, expected: int
 ) -> None:
     options = replace(OPTIONS, long_prefill_token_threshold=given, max_num_batched_tokens=budget)
-    assert resolve(options).limits.long_prefill_token_threshold == expected
+    limits = resolve(options).limits
+    assert limits.long_prefill_token_threshold == expected
+    assert limits.long_prefill_pause == -(-expected // 8)
 
 
 def test_a_gpu_computes_long_prompts_in_larger_pieces_without_a_pause() -> None:

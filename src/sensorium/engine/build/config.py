@@ -35,9 +35,11 @@ _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 _MAX_NUM_ENCODER_EMBEDS = {"cpu": 2048, "cuda": 8192}
 # Device type -> the length from which on a prompt lets others go first, if a step has as much.
 _LONG_PREFILL = {"cpu": 512, "cuda": 2048}
-# Device type -> steps of others between two pieces of such prompts. A piece takes a CPU as long as
-# dozens of steps in which everybody only has one token. A GPU computes both in one.
-_LONG_PREFILL_PAUSE = {"cpu": 32, "cuda": 0}
+# Device types on which such prompts pause while others run: for one step after each 8 of their
+# tokens. So many take a CPU a quarter of a step in which everybody has one token, or a whole one
+# behind thousands of tokens. A GPU computes both in one.
+_PAUSING_DEVICES = {"cpu"}
+_TOKENS_PER_PAUSED_STEP = 8
 # Device types whose steps are computed while the host goes on. A CPU computes a step at once, and
 # would only give its results later if the next one was launched first.
 OVERLAP_DEVICES = {"cuda"}
@@ -100,7 +102,9 @@ def resolve_limits(
         or _MAX_NUM_ENCODER_EMBEDS[device.type],
         disable_chunked_mm_input=options.disable_chunked_mm_input,
         long_prefill_token_threshold=threshold,
-        long_prefill_pause=_LONG_PREFILL_PAUSE[device.type],
+        long_prefill_pause=-(-threshold // _TOKENS_PER_PAUSED_STEP)
+        if device.type in _PAUSING_DEVICES
+        else 0,
     )
 
 
