@@ -103,7 +103,12 @@ def test_what_the_decoder_is_given_equals_the_whole_call(
 ) -> None:
     """Embeddings of text and media, positions, and what the family adds to them."""
     reference = reference_of(family)
-    llm = make_llm(reference.directory, enable_prefix_caching=False, max_num_batched_tokens=2048)
+    llm = make_llm(
+        reference.directory,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=2048,
+        long_prefill_token_threshold=0,
+    )
     for entry in reference.expected:
         theirs = get_decoder_inputs(reference, entry)
         embeds, positions, extra = get_our_decoder_inputs(llm, entry)
