@@ -10,19 +10,17 @@ from __future__ import annotations
 import io
 import struct
 import sys
-import threading
 import time
 import wave
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
-import httpx
 import numpy as np
 
+from attacks.asking import keep_asking
 from attacks.neighbours import Neighbours
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -90,25 +88,12 @@ class Listeners(Neighbours):
         return str(answer["text"])
 
 
-@contextmanager
-def attack(url: str) -> Iterator[list[int]]:
+def attack(url: str) -> AbstractContextManager[list[int]]:
     """Send new sounds from four clients. The list fills with the answers' statuses."""
-    statuses: list[int] = []
-    is_over = threading.Event()
-
-    def run() -> None:
-        with httpx.Client(base_url=url, timeout=_TIMEOUT_S) as client:
-            for _ in range(_MAX_REQUESTS):
-                statuses.append(client.post(ROUTE, **make_attack()).status_code)
-                if is_over.is_set():
-                    return
-
-    threads = [threading.Thread(target=run) for _ in range(_NUM_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield statuses
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
+    return keep_asking(
+        url,
+        lambda client: client.post(ROUTE, **make_attack()),
+        num_clients=_NUM_CLIENTS,
+        max_requests=_MAX_REQUESTS,
+        timeout_s=_TIMEOUT_S,
+    )

@@ -6,12 +6,12 @@ A server that tokenises a text before it looks at its length spends seconds and 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import httpx
+
+from attacks.asking import keep_asking
 
 FLAGS: tuple[str, ...] = ()
 TEXT = "The quick brown fox jumps over the lazy dog, 12 times. "
@@ -38,28 +38,19 @@ def make_bodies(text: str) -> dict[str, dict[str, Any]]:
     }
 
 
-@contextmanager
-def attack(url: str, num_characters: int = 8 * 2**20) -> Iterator[list[int]]:
+def attack(url: str, num_characters: int = 8 * 2**20) -> AbstractContextManager[list[int]]:
     """Send chats of this length from four clients. The list fills with the answers' statuses."""
     body = json.dumps(make_bodies(make_text(num_characters))["/v1/chat/completions"]).encode()
-    statuses: list[int] = []
-    is_over = threading.Event()
 
-    def run() -> None:
+    def ask(client: httpx.Client) -> httpx.Response:
         headers = {"Content-Type": "application/json"}
-        with httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S) as client:
-            for _ in range(_MAX_REQUESTS):
-                answer = client.post("/v1/chat/completions", content=body)
-                statuses.append(answer.status_code)
-                if is_over.wait(_PAUSE_S):
-                    return
+        return client.post("/v1/chat/completions", content=body, headers=headers)
 
-    threads = [threading.Thread(target=run) for _ in range(_NUM_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield statuses
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
+    return keep_asking(
+        url,
+        ask,
+        num_clients=_NUM_CLIENTS,
+        max_requests=_MAX_REQUESTS,
+        timeout_s=_TIMEOUT_S,
+        pause_s=_PAUSE_S,
+    )

@@ -99,7 +99,7 @@ def add_server_command(
 
 
 def tell_notes(arguments: argparse.Namespace, log_format: str = "text") -> None:
-    """Tell what was noted about the arguments: on stderr, or in a log whose lines are JSON."""
+    """Print the remarks about the command line to stderr, or log them if the log is in JSON."""
     for note in getattr(arguments, "notes", ()):
         if log_format == "json":
             logging.getLogger(__name__).warning("%s", note)

@@ -31,7 +31,7 @@ _Entry = tuple[int, Request]  # a long prompt, behind the number of its tokens t
 
 
 class LongPrompts:
-    """The long prompts that run, whose turn it is, and what they may have of the present step.
+    """Decides how many tokens long prompts get in each step, and which of them comes first.
 
     With a `threshold` of 0 no prompt is long. `pause` is a number of steps; with 0, long prompts
     take part in every step, and have all of it when they are alone. A step has `max_num_tokens`.
