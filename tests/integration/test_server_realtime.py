@@ -173,7 +173,8 @@ def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
     waits = ("--shutdown-timeout", "3600")  # for sessions: there is none left to wait for
     with serve(EMBEDDED_MODEL, *waits) as running, begin(running) as talker:
         talker.say(speak("speech")[: -RATE // 2])  # the end of the turn is not found yet
-        talker.receive_until("input_audio_buffer.speech_started")
+        talker.send("session.update", session={"type": "transcription"})
+        talker.receive_until("session.updated")  # so the server has all of the audio
         assert isinstance(running.process.pid, int)
         os.kill(running.process.pid, signal.SIGTERM)
         messages = talker.receive_until("error")
