@@ -345,6 +345,7 @@ def serve(
     live: Any = None,
     has_chat: bool = True,
     ping_s: float = 20.0,
+    ping_timeout_s: float | None = None,  # as often as there are pings
     shutdown_s: int = 60,  # after which sessions are cancelled
     **options: Any,
 ) -> Iterator[RunningServer]:
@@ -368,7 +369,7 @@ def serve(
         ws_max_size=MAX_MESSAGE_BYTES,
         ws_per_message_deflate=False,
         ws_ping_interval=ping_s,
-        ws_ping_timeout=ping_s,
+        ws_ping_timeout=ping_s if ping_timeout_s is None else ping_timeout_s,
         log_config=None,
         timeout_graceful_shutdown=1 if live is None else shutdown_s,
         timeout_keep_alive=600,
