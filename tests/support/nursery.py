@@ -3,9 +3,9 @@
 Each process of a server that starts by itself loads these libraries, which takes it five seconds of
 a core. Tests start hundreds of such processes. So the processes of the tests share a process, the
 nursery, that has loaded the libraries and computed nothing. A server under test is a fork of it,
-and so are the processes that the server starts with `python -m sensorium...`: instead of running
-another interpreter, the fork forgets what was imported since, and runs that module. All else is as
-in a server that a user starts: processes, parents, descriptors, environments and signals.
+and so are the processes that it starts with `python -m sensorium...`: instead of running another
+interpreter, the fork forgets what was imported since, and runs that module. All else is as in a
+server that a user starts: processes, parents, descriptors, environments and signals.
 
     python nursery.py DESCRIPTOR
 
@@ -341,10 +341,12 @@ class _Fork:
     def _fork_or_execute(self, *given: Any) -> int:
         """Replace the function with which `subprocess` starts all processes."""
         command = [os.fsdecode(word) for word in given[0]]
-        if command[:3] != [sys.executable, "-P", "-m"] or not command[3].startswith("sensorium."):
+        program, *words = [word for word in command if word != "-P"]
+        is_ours = words[:1] == ["-m"] and words[1].split(".")[0] == "sensorium"
+        if program != sys.executable or not is_ours:
             return self._execute(*given)
         _, _, _, kept, _, variables, stdin, _, _, stdout, _, stderr, _, errors = given[:14]
-        name, *arguments = command[3:]
+        name, *arguments = words[1:]
 
         def run() -> None:
             sys.argv = [name, *arguments]
@@ -353,7 +355,9 @@ class _Fork:
         pid = os.fork()
         if not pid:
             Path("/proc/self/comm").write_text(name[-15:])  # for `get_command` and `ps`
-            env = dict(os.fsdecode(pair).split("=", 1) for pair in variables)
+            env = dict(os.environ)
+            if variables is not None:
+                env = dict(os.fsdecode(pair).split("=", 1) for pair in variables)
             streams = {0: stdin, 1: stdout, 2: stderr}
             streams = {to: fd for to, fd in streams.items() if fd >= 0}
             # What is read from `errors` is why a program could not be run: here nothing.
