@@ -256,12 +256,13 @@ def test_a_client_that_reads_nothing_is_cut_off(
 ) -> None:
     server = make_server(stream_timeout=0.5)
     raw = open_raw(server)
-    garbage = make_frame(json.dumps({"type": "x" * 100_000}))
+    hints = {"audio": {"input": {"transcription": {"prompt": "x" * 16_000}}}}  # they come back
+    update = make_frame(json.dumps({"type": "session.update", "session": hints}))
     raw.settimeout(0.2)
     deadline = time.monotonic() + 240
     while get_ends(server, "unread") == 0 and time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            raw.sendall(garbage)
+            raw.sendall(update)
     wait_until(lambda: get_ends(server, "unread") == 1, "it is cut off")
     raw.close()
     wait_until_empty(server, transcriber)
