@@ -113,7 +113,7 @@ def _chat(arguments: argparse.Namespace) -> None:
     The question is an argument or the text on stdin. Without one, and if stdin is a terminal, a
     conversation begins.
     """
-    arguments.model, text, too_much = flags.split_question(arguments.words)
+    arguments.model, text, too_much = flags.split_question(arguments.words, arguments.named_model)
     if too_much:
         arguments.refuse(f"unrecognized arguments: {' '.join(too_much)}")
     params = flags.make_sampling_params(arguments)
@@ -124,7 +124,7 @@ def _chat(arguments: argparse.Namespace) -> None:
         except UnicodeDecodeError as error:
             raise RequestError(f"the question on stdin can't be read as text: {error}") from error
         if not text:
-            hint = flags.hint_at_question(arguments.words)
+            hint = _hint_at_question(arguments)
             raise RequestError(f"there is no question: give it as an argument or on stdin{hint}")
     with _load(arguments) as llm:
         answer = partial(_answer, arguments, llm, params)
@@ -138,7 +138,11 @@ def _load(arguments: argparse.Namespace) -> LLM:
     try:
         return flags.load_llm(arguments)
     except ModelError as error:
-        raise ModelError(f"{error}{flags.hint_at_question(arguments.words)}") from error
+        raise ModelError(f"{error}{_hint_at_question(arguments)}") from error
+
+
+def _hint_at_question(arguments: argparse.Namespace) -> str:
+    return "" if arguments.named_model is not None else flags.hint_at_question(arguments.words)
 
 
 def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:
@@ -242,7 +246,7 @@ def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> Itera
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    arguments.model, texts = flags.split_prompts(arguments.words)
+    arguments.model, texts = flags.split_prompts(arguments.words, arguments.named_model)
     if not texts:
         arguments.refuse("there is no prompt: give at least one")
     params = flags.make_sampling_params(arguments)

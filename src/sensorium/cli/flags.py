@@ -89,13 +89,17 @@ def add_server_command(
         allow_abbrev=False,
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
-    )
+    _add_named_model(parser)
     add_options(parser, name, *groups)
     add_foreign_flags(parser)
     parser.set_defaults(run=run)
     return parser
+
+
+def _add_named_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--model", dest="named_model", metavar="MODEL", help="The same as MODEL, by name."
+    )
 
 
 def tell_notes(arguments: argparse.Namespace, log_format: str = "text") -> None:
@@ -309,13 +313,14 @@ def is_address(source: str) -> bool:
 
 
 def add_words(command: argparse.ArgumentParser, name: str, help_text: str) -> None:
-    """Add a positional argument that collects MODEL and everything after it in one list.
+    """Add the flag `--model`, and an argument that collects MODEL and everything after it.
 
     Argparse accepts any number of values, even none. `split_question` or `split_prompts` later
     decides which value is the model. `name` is the name of the other values in the help, such as
     "PROMPT".
     """
     command.add_argument("words", nargs="*", metavar=f"MODEL {name}", help=help_text)
+    _add_named_model(command)
 
 
 def take_late_words(arguments: argparse.Namespace, rest: list[str]) -> None:
@@ -328,24 +333,29 @@ def take_late_words(arguments: argparse.Namespace, rest: list[str]) -> None:
         arguments.words.append(rest.pop(0))
 
 
-def split_question(words: list[str]) -> tuple[str, str | None, list[str]]:
+def split_question(
+    words: list[str], named_model: str | None = None
+) -> tuple[str, str | None, list[str]]:
     """Split the positional arguments of `chat` into model, question and surplus arguments.
 
     The question is `None` if there is none. A single argument is the model, unless it can't be the
-    name of one; then it is the question for the default model.
+    name of one; then it is the question for the default model. If the model was given by
+    `--model`, none of the arguments is.
     """
-    if len(words) == 1 and _is_question(words[0]):
-        return EMBEDDED_MODEL, words[0], []
-    model = words[0] if words else EMBEDDED_MODEL
-    return model, words[1] if len(words) > 1 else None, words[2:]
+    if named_model is None and len(words) == 1 and _is_question(words[0]):
+        named_model = EMBEDDED_MODEL
+    model, *rest = (words or [EMBEDDED_MODEL]) if named_model is None else (named_model, *words)
+    return model, rest[0] if rest else None, rest[1:]
 
 
-def split_prompts(words: list[str]) -> tuple[str, list[str]]:
+def split_prompts(words: list[str], named_model: str | None = None) -> tuple[str, list[str]]:
     """Split the positional arguments of `generate` into the model and the prompts.
 
     A single argument is a prompt for the default model, unless it is a directory or the default
-    model's name.
+    model's name. If the model was given by `--model`, all arguments are prompts.
     """
+    if named_model is not None:
+        return named_model, words
     if len(words) == 1 and words[0] != EMBEDDED_MODEL and not Path(words[0]).is_dir():
         return EMBEDDED_MODEL, words
     return (words[0] if words else EMBEDDED_MODEL), words[1:]

@@ -36,6 +36,20 @@ def test_one_word_is_a_question_if_it_can_be_no_model(
     assert split_question(words) == (model, question, [])
 
 
+def test_a_model_that_is_given_by_its_flag_is_none_of_the_words() -> None:
+    assert split_question([], "owner/name") == ("owner/name", None, [])
+    assert split_question(["Hello"], "owner/name") == ("owner/name", "Hello", [])
+    assert split_question(["Hello", "you"], "owner/name") == ("owner/name", "Hello", ["you"])
+    assert split_prompts(["a", "b"], "owner/name") == ("owner/name", ["a", "b"])
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_the_commands_have_the_flag(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["sensorium", command, "Hello", "--model", "/nothing/here"])
+    with pytest.raises(SystemExit, match=r"no directory '/nothing/here': give a dir[^.]*$"):
+        cli.main()
+
+
 def test_a_word_that_was_taken_for_a_model_may_have_been_a_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
