@@ -169,7 +169,7 @@ def test_of_a_directory_all_sounds_are_transcribed(
     result = run(str(recordings), *source)
     assert result.status == 0
     assert result.err == (
-        f"sensorium: {recordings}: 1 file is left out, as no sounds by their names: notes.txt\n"
+        f"sensorium: {recordings}: 1 file is left out, not named like audio or video: notes.txt\n"
     )
     texts = [as_plain(transcript, "text") for transcript in folder.transcripts]
     assert result.out == (

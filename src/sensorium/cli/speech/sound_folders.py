@@ -84,4 +84,6 @@ def _search(folder: str, found: FoundSounds) -> None:
     elif others:
         named = ", ".join(others[:_MAX_NAMED]) + ", ..." * (len(others) > _MAX_NAMED)
         files_are = "1 file is" if len(others) == 1 else f"{len(others)} files are"
-        found.notes.append(f"{folder}: {files_are} left out, as no sounds by their names: {named}")
+        found.notes.append(
+            f"{folder}: {files_are} left out, not named like audio or video: {named}"
+        )

@@ -43,10 +43,12 @@ def test_what_is_named_twice_is_found_once(here: Path) -> None:
 
 def test_what_is_left_out_is_told(here: Path) -> None:
     make_files(here, "d/a.wav", "d/1.txt")
-    assert find_sounds(["d"]).notes == ["d: 1 file is left out, as no sounds by their names: 1.txt"]
+    assert find_sounds(["d"]).notes == [
+        "d: 1 file is left out, not named like audio or video: 1.txt"
+    ]
     make_files(here, "d/2.jpg", "d/e/3", "d/e/4.pdf")
     (note,) = find_sounds(["d"]).notes
-    assert note == "d: 4 files are left out, as no sounds by their names: 1.txt, 2.jpg, e/3, ..."
+    assert note == "d: 4 files are left out, not named like audio or video: 1.txt, 2.jpg, e/3, ..."
 
 
 def test_a_directory_without_sounds_is_a_problem_and_costs_the_others_nothing(here: Path) -> None:
