@@ -28,10 +28,9 @@ PAGE = ROOT / "docs" / "figures.md"
 README = ROOT / "README.md"
 MARKS = "<!-- made by scripts/make_figures_doc.py -->", "<!-- until here -->"
 # The README prints a row from the first of these that has it, and the ratios of all.
-SHAPES = {"3B": "beside_vllm_3b", "7B": "beside_vllm_7b"}
-SPEECH = "beside_vllm_whisper"
+SHAPES = {"3B": "beside_vllm_3b", "7B": "beside_vllm_7b", "Whisper": "beside_vllm_whisper"}
 _WAIT = "ttft_p50_ms"
-_BURSTS = ("chat", "crowd")  # in the README their waits have rows of their own
+_TIMES = ("ms", "s")  # less is better
 _UNITS = {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s"}
 _OF_A_RECORD = ("hardware", "versions", "date", "commit")  # other paths begin in its figures
 
@@ -89,13 +88,12 @@ def make_rows(record: Record) -> list[Row]:
 def _make_row(name: str, load: Record, figure: str, what: str) -> Row:
     rounds = [[each[figure] for each in load[side]] for side in ("peer", "ours")]
     unit = "ms" if figure.endswith("_ms") else _UNITS[figure]
-    ratio = load["ratio"][figure]
     return Row(
         load=name,
         figure=figure,
         what=what,
-        cells=_mark_better([_print(each, unit) for each in rounds], ratio, is_time=unit == "ms"),
-        ratio=f"{ratio:.2f}",
+        cells=_mark_better(rounds, unit),
+        ratio=f"{load['ratio'][figure]:.2f}",
     )
 
 
@@ -109,11 +107,16 @@ def print_number(number: float) -> str:
     return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
 
 
-def _mark_better(cells: list[str], ratio: float, *, is_time: bool) -> list[str]:
-    """Return the cells of the peer and of us with the better one bold, if one is."""
-    if ratio == 1:
+def _mark_better(rounds: Sequence[Sequence[float]], unit: str) -> list[str]:
+    """Return cells with the rounds of the peer and with ours.
+
+    The one that is better in all rounds is bold.
+    """
+    cells = [_print(each, unit) for each in rounds]
+    winners = {(ours > theirs) - (ours < theirs) for theirs, ours in zip(*rounds, strict=True)}
+    if winners not in ({1}, {-1}):
         return cells
-    is_ours = (ratio < 1) == is_time
+    is_ours = winners == ({-1} if unit in _TIMES else {1})
     return [f"**{cell}**" if place == is_ours else cell for place, cell in enumerate(cells)]
 
 
@@ -129,7 +132,7 @@ def make_table(record: Record) -> str:
     starts = [servers[side].get("start_s") for side in ("peer", "ours")]
     if all(starts):
         ratio = mean(starts[1]) / mean(starts[0])
-        cells = _mark_better([_print(each, "s") for each in starts], ratio, is_time=True)
+        cells = _mark_better(starts, "s")
         rows.append(["from the start to the first answer of /health", *cells, f"{ratio:.2f}"])
     return print_table(["what", *_get_names(record), "ratio"], rows)
 
@@ -145,26 +148,24 @@ def _get_names(record: Record) -> list[str]:
 
 
 def make_readme_table(records: Mapping[str, Record]) -> str:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from server_loads import LOADS, PROBES
-
-    order = [*PROBES, *LOADS]
-    rows = {shape: make_rows(record) for shape, record in records.items()}
-    by_place: dict[tuple[str, str], dict[str, Row]] = {}
-    for shape, of_shape in rows.items():
-        for row in of_shape:
-            if row.figure == _WAIT and row.load in LOADS and row.load not in _BURSTS:
-                continue
-            by_place.setdefault((row.load, row.figure), {})[shape] = row
+    by_load: dict[str, dict[str, list[Row]]] = {}
+    for shape, record in records.items():
+        for row in make_rows(record):
+            by_load.setdefault(row.load, {}).setdefault(shape, []).append(row)
     lines = []
-    for place in sorted(by_place, key=lambda place: (order.index(place[0]), place[1] == _WAIT)):
-        found = by_place[place]
-        shape, row = next(iter(found.items()))
+    for found in by_load.values():
+        shape, (row, *_) = next(iter(found.items()))
         mark = "" if shape == next(iter(records)) else f" ({shape})"
-        ratios = [found[each].ratio if each in found else "-" for each in records]
+        ratios = [_print_ratios(found.get(each, [])) for each in records]
         lines.append([f"{row.what}{mark}", *row.cells, *ratios])
     names = _get_names(next(iter(records.values())))
     return print_table(["what", *names, *(f"ratio {shape}" for shape in records)], lines)
+
+
+def _print_ratios(rows: Sequence[Row]) -> str:
+    """Return the ratio of a load, with that of its waits behind it, if they are another figure."""
+    first, *waits = [row.ratio for row in rows] or ["-"]
+    return " ".join([first, *(f"({wait})" for wait in waits)])
 
 
 # ---- pages
@@ -172,7 +173,6 @@ def make_readme_table(records: Mapping[str, Record]) -> str:
 
 def make_page(template: str) -> str:
     tables = {f"table_{shape}": make_table(read_record(name)) for shape, name in SHAPES.items()}
-    tables["table_speech"] = make_table(read_record(SPEECH))
     return RecordFormatter().vformat(template, (), tables)
 
 
