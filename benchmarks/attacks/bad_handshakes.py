@@ -37,6 +37,7 @@ HANDSHAKES: dict[str, tuple[int, bytes]] = {
     "a long header": (431, _make(headers=b"x-long: " + b"a" * _LARGE + b"\r\n")),
     "a long query": (431, _make(b"GET " + _PATH + b"?model=" + b"a" * _LARGE)),
     "many headers": (431, _make(headers=b"x-many: 1\r\n" * 200)),
+    "a protocol that is not ASCII": (400, _make(headers=b"Sec-WebSocket-Protocol: \xff\r\n")),
     "an address that is not ASCII": (400, _make(b"GET " + _PATH + b"?model=\xc3\xa4")),
 }
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import socket
 import struct
 from typing import Any, NoReturn
@@ -46,6 +47,7 @@ MAX_UNTAKEN_BYTES = 2**20  # of a body, between the connection and its handler
 _LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
 _LENGTH = b"content-length"
 _OF_BODIES = frozenset((_LENGTH, b"transfer-encoding"))
+_OF_HANDSHAKES = re.compile(rb"connection|upgrade|sec-websocket-.*")
 _PORTION_BYTES = 2**12  # to the parser at once, beside the rest of a body whose length is known
 _MAX_PIPELINED = 16  # requests that wait behind another one before the rest waits, too
 # Chunks of bodies. One takes a microsecond.
@@ -155,6 +157,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.scope["method"] = self.parser.get_method().decode("ascii")
         if any(name in _OF_BODIES for name, _ in self.headers):
             self._refuse("it has no body")
+        for name, value in self.headers:
+            if _OF_HANDSHAKES.fullmatch(name) and not value.isascii():  # `websockets` would fail
+                self._refuse(f"its header {name.decode()} has characters that are not ASCII")
         if not self._is_answered:
             self._refuse("it does not come before the answer to another request")
 

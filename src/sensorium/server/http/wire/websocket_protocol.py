@@ -8,6 +8,7 @@ the control frames of a connection. A message that waits for its handler holds t
 from __future__ import annotations
 
 import asyncio
+import logging
 from http import HTTPStatus
 from typing import Any
 
@@ -33,6 +34,7 @@ _TOO_LARGE = make_handshake_refusal(
     f"{MAX_NUM_HEADERS} headers at most",
     status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
 )
+_logger = logging.getLogger(__name__)
 _MAX_WORDS = 200  # characters of a reason, which may quote the client
 
 
@@ -78,7 +80,12 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         if self.handshake_initiated:
             self._turns.add(data)
             return
-        super().data_received(data)  # the whole head, from the HTTP connection before this one
+        try:
+            super().data_received(data)  # the whole head, from the HTTP connection before this one
+        except Exception:  # a bug; the transport does not know this protocol yet, and would leak it
+            _logger.exception("a handshake could not be answered")
+            self._refuse(None)
+            return
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             self._refuse(self.conn.handshake_exc.__cause__)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from sensorium.server.http.wire.http_protocol import make_http_protocol
+from sensorium.server.http.wire.websocket_protocol import LimitedWebSocket
 from tests.support.waiting import wait_until
 from tests.unit.server.standing_in import RunningServer, serve
 
@@ -61,6 +63,18 @@ def read_to_the_end(connection: socket.socket) -> bytes:
         pytest.param(make(b"GET /v1/realtime?model=" + LARGE), 431, "8192 bytes", id="query"),
         pytest.param(make(headers=b"x-a: 1\r\n" * 200), 431, "128 headers", id="many headers"),
         pytest.param(make(b"GET /v1/realtime?model=\xc3\xa4"), 400, "valid HTTP", id="address"),
+        pytest.param(
+            make().replace(b"Connection: Upgrade", b"Connection: Upgrade, \xff"),
+            *(400, "not ASCII"),
+            id="Connection",
+        ),
+        *(
+            pytest.param(make(headers=name + b": a\xff\r\n"), 400, "not ASCII", id=name.decode())
+            for name in (
+                *(b"Sec-WebSocket-Protocol", b"Sec-WebSocket-Key"),
+                *(b"Sec-WebSocket-Extensions", b"Sec-WebSocket-Version"),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("before", [b"", REQUEST], ids=["first", "after another"])
@@ -95,6 +109,22 @@ def test_a_handshake_behind_an_unanswered_request_ends_the_connection(
     )
     with open_to(server, head + body + make()) as connection:
         assert b"101" not in read_to_the_end(connection)
+
+
+def test_a_handshake_on_which_the_server_fails_is_answered_and_forgotten(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[set[Any]] = []
+
+    def fail(self: LimitedWebSocket, _: Any) -> None:
+        kept.append(self.connections)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(LimitedWebSocket, "handle_connect", fail)
+    with open_to(server, make()) as connection:
+        assert read_to_the_end(connection).startswith(b"HTTP/1.1 400")
+    wait_until(lambda: not kept[0], "the server has forgotten the connection")
+    assert "a handshake could not be answered" in caplog.text
 
 
 def test_half_a_handshake_is_ended_by_the_timer_of_heads() -> None:
