@@ -49,8 +49,8 @@ def get_client_key(given: str | None, *others: str) -> str | None:
 
 def _read(path: str, notes: list[str]) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_CHARACTERS)
+        with open(path, encoding="utf-8-sig") as file:  # some editors begin it with a mark
+            text = file.read(_MAX_CHARACTERS + 1)
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise ModelError(
@@ -59,17 +59,21 @@ def _read(path: str, notes: list[str]) -> str:
     except UnicodeDecodeError:
         # Not a cause of the new error: its text would have a part of the file.
         raise ModelError(f"the file {path} of --api-key-file is no text in UTF-8") from None
+    if len(text) > _MAX_CHARACTERS:
+        raise ModelError(f"the file {path} of --api-key-file is larger than a mebibyte")
     if stat.S_ISREG(mode) and mode & stat.S_IROTH:
         notes.append(f"every user of this machine can read the keys in {path}: chmod 600 {path}")
     return text
 
 
 def _list_lines(text: str) -> list[str]:
-    return list(filter(None, map(str.strip, text.splitlines())))
+    return list(filter(None, map(str.strip, text.replace("\r", "\n").split("\n"))))
 
 
 def _split(text: str, source: str) -> tuple[str, ...]:
     keys = tuple(dict.fromkeys(_list_lines(text)))
     if not keys:
         raise ModelError(f"{source} is empty: write a key into it, one in a line if there are more")
+    if not all(map(str.isprintable, keys)):
+        raise ModelError(f"{source} has a key with characters that can't be sent, such as NUL")
     return keys

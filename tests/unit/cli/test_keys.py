@@ -88,6 +88,9 @@ def test_a_file_that_can_not_be_read_is_wrong_usage(
         (tmp_path / "nowhere", "can't be read: No such file or directory"),
         (tmp_path, "can't be read: Is a directory"),
         (binary, "is no text in UTF-8"),
+        (write(tmp_path / "large", "secret" * 2**18), "is larger than a mebibyte"),
+        (write(tmp_path / "zeros", "secret\0\0"), "has a key with characters that can't be sent"),
+        (Path("/dev/zero"), "is larger than a mebibyte"),
     ):
         with pytest.raises(SystemExit) as ended:
             parse(monkeypatch, "serve", "m", "--api-key-file", str(path))
@@ -95,6 +98,15 @@ def test_a_file_that_can_not_be_read_is_wrong_usage(
         said = capsys.readouterr().err
         assert f"the file {path} of --api-key-file {reason}" in said
         assert "secret" not in said
+
+
+def test_only_ends_of_lines_separate_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes("\ufeffone\r\ntwo\xa0half\n".encode())
+    with pytest.raises(ModelError, match="characters that can't be sent"):
+        take_keys((), str(path), [])
+    path.write_bytes("\ufeffone\r\ntwo three\rfour\n".encode())
+    assert take_keys((), str(path), []) == ("one", "two three", "four")
 
 
 def test_a_file_that_everybody_may_read_is_told(tmp_path: Path) -> None:

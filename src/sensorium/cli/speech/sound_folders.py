@@ -73,7 +73,10 @@ def _search(folder: str, found: FoundSounds) -> None:
             else:
                 others.append(os.path.relpath(path, folder))
     for sound in sounds:
-        if problem := sound.find_problem():
+        problem = sound.find_problem()
+        if not problem and not os.path.isfile(sound.name):
+            problem = "is no regular file"  # reading a pipe or a device may never end
+        if problem:
             found.problems.append(f"{sound.name}: {problem}")
         else:
             found.sounds.append(sound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def test_sounds_below_a_directory_are_found_in_the_order_of_their_names(here: Pa
     assert (found.problems, found.notes) == ([], [])
     targets = [sound.get_target("srt") for sound in found.sounds]
     assert targets == ["other.srt", "a.srt", "b.srt", "e/f/g.srt", "x/c.srt", "stdin.srt", "b.srt"]
+
+
+def test_a_pipe_in_a_directory_is_not_waited_for(here: Path) -> None:
+    make_files(here, "d/a.wav")
+    os.mkfifo(here / "d" / "b.wav")
+    found = find_sounds(["d"])
+    assert [sound.name for sound in found.sounds] == ["d/a.wav"]
+    assert found.problems == ["d/b.wav: is no regular file"]
+    assert find_sounds(["d/b.wav"]).problems == [], "one that is named is read, as with <(command)"
 
 
 def test_what_is_named_twice_is_found_once(here: Path) -> None:
