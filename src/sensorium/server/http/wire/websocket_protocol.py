@@ -18,10 +18,12 @@ from websockets.exceptions import SecurityError
 from websockets.frames import CloseCode
 from websockets.http11 import MAX_LINE_LENGTH, MAX_NUM_HEADERS
 
+from sensorium.server.http.errors import ApiError
 from sensorium.server.http.wire.progress import read_progress
-from sensorium.server.http.wire.refusals import make_handshake_refusal
+from sensorium.server.http.wire.refusals import make_handshake_refusal, make_response
 from sensorium.server.http.wire.turns import Allowance, Turns
 
+logger = logging.getLogger(__name__)
 MAX_FRAGMENTS = 2**12  # of one message; beside them, those of the portion that reaches it
 MAX_CONTROL_FRAMES = 600  # at once
 CONTROL_FRAMES_PER_S = 10  # more
@@ -34,7 +36,9 @@ _TOO_LARGE = make_handshake_refusal(
     f"{MAX_NUM_HEADERS} headers at most",
     status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
 )
-_logger = logging.getLogger(__name__)
+_FAILED = make_response(
+    ApiError("The server failed on this handshake.", status=500, reason="internal", is_bug=True)
+)
 _MAX_WORDS = 200  # characters of a reason, which may quote the client
 
 
@@ -83,8 +87,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         try:
             super().data_received(data)  # the whole head, from the HTTP connection before this one
         except Exception:  # a bug; the transport does not know this protocol yet, and would leak it
-            _logger.exception("a handshake could not be answered")
-            self._refuse(None)
+            logger.exception("a handshake could not be answered")
+            self._end(_FAILED)
             return
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             self._refuse(self.conn.handshake_exc.__cause__)
@@ -93,8 +97,11 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         """Answer a handshake that the library could not parse, and close the connection."""
         is_large = isinstance(reason, SecurityError)
         words = str(reason or "it is not understood")[:_MAX_WORDS]
+        self._end(_TOO_LARGE if is_large else make_handshake_refusal(words))
+
+    def _end(self, response: bytes) -> None:
         self.handshake_complete = self.close_sent = True  # there is nothing to wait for
-        self.transport.write(_TOO_LARGE if is_large else make_handshake_refusal(words))
+        self.transport.write(response)
         self.transport.close()
 
     def _parse(self, data: bytes) -> None:

@@ -122,7 +122,7 @@ def test_a_handshake_on_which_the_server_fails_is_answered_and_forgotten(
 
     monkeypatch.setattr(LimitedWebSocket, "handle_connect", fail)
     with open_to(server, make()) as connection:
-        assert read_to_the_end(connection).startswith(b"HTTP/1.1 400")
+        assert read_to_the_end(connection).startswith(b"HTTP/1.1 500")
     wait_until(lambda: not kept[0], "the server has forgotten the connection")
     assert "a handshake could not be answered" in caplog.text
 
