@@ -167,7 +167,7 @@ class SchedulerDriver:
         assert not any(s.request_id in self.scheduler.held for s in output.scheduled)
         self._check_unread(output)
         self._check_budgets(output)
-        self._check_seats()
+        self._check_seats(output)
         self._check_rest(output, is_answering=is_answering)
         return output
 
@@ -306,19 +306,24 @@ class SchedulerDriver:
         places += [name for name in self.open if name in self.scheduler.listeners]
         assert sorted(places) == sorted(self.open)
 
-    def _check_seats(self) -> None:
+    def _check_seats(self, output: SchedulerOutput) -> None:
         """No call keeps more than half of the seats from an urgent request whose call has less."""
         scheduler = self.scheduler
         share = max(1, self.limits.max_num_seqs // 2)
         held = Counter(request.group for request in scheduler.running)
+        entitled = [r for r in scheduler.waiting if held[r.group] < share]
         is_full = len(scheduler.running) == self.limits.max_num_seqs
         if is_full and max(held.values()) > share:
             largest = max(held, key=held.__getitem__)
             urgency = min(r.rank[0] for r in scheduler.running if r.group == largest)
-            # Long prompts wait for one another, too.
-            waiting = [r for r in scheduler.waiting if not scheduler.waiting.is_long(r)]
-            urgent = [r for r in waiting if r.rank[0] <= urgency]
-            assert all(held[request.group] >= share for request in urgent)
+            # A long prompt may have to wait for others that are long, too.
+            short = [r for r in entitled if not scheduler.waiting.is_long(r)]
+            assert not [r for r in short if r.rank[0] <= urgency]
+        last_started = {r.request.group: r.request.request_id for r in output.started}
+        for group, request_id in last_started.items():
+            request = scheduler._long_prompts._running.get(request_id)
+            if is_full and request is not None and held[group] > share:
+                assert not [r for r in entitled if r.rank[0] <= request.rank[0]]
 
     def _check_budgets(self, output: SchedulerOutput) -> None:
         limits = self.limits

@@ -217,11 +217,13 @@ class WaitingQueueMachine(RuleBasedStateMachine):
         first = self.queue.first_short
         assert first is (self.requests[self.short[0]] if self.short else None)
         longs = [(length, self.requests[rank]) for rank, length in self.long]
-        assert self.queue.get_first_long() == (longs[0] if longs else None)
+        assert self.queue.first_long is (longs[0][1] if longs else None)
+        assert list(self.queue.iterate_long()) == [request for _, request in longs]
         by_length = sorted(longs, key=lambda e: (e[1].rank[0], e[0], e[1].rank))
-        assert self.queue.get_shortest_long() == (by_length[0] if longs else None)
-        for _, request in longs:
+        assert list(self.queue.iterate_long_by_length()) == [request for _, request in by_length]
+        for length, request in longs:
             assert self.queue.is_long(request)
+            assert self.queue.get_length(request) == length
             with_one = sorted([*self.short, request.rank])
             assert list(self.get_ranks(self.queue.iterate_with(request))) == with_one
 

@@ -11,23 +11,35 @@ Invariants:
      tokens of long prompts: as many for each `threshold` tokens. When the others have gone, who may
      come again, long prompts have few tokens of a step at first, and then twice as many each time.
   3. In such a step one long prompt comes before the other long ones. In turns, this is the first
-     in the order of service, so that none starves, and the one with the fewest tokens left.
-  4. A long prompt starts beside others only if it comes before them in the order of service, or has
-     at most half of the tokens that each of them has left. So few of them hold seats and blocks.
+     in their order (`core.long_prompt_order`), so that none starves, and the one with the fewest
+     tokens left.
+  4. A long prompt starts beside others only if it comes before them in their order, or has at most
+     half of the tokens that each of them has left. So few of them hold seats and blocks.
   5. A prompt that got nothing in its turn for lack of another resource keeps the turn.
   6. Nothing is taken from a prompt for requests that are less urgent.
-  7. Where these rules would leave a step empty, it is planned without them.
+  7. No long prompt takes a seat that was made free for another request.
+  8. Where these rules would leave a step empty, it is planned without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from sensorium.core.request import Rank, Request
+from sensorium.core.long_prompt_order import LongPromptOrder, Order
+from sensorium.core.request import Request
+from sensorium.core.seat_shares import SeatShares
 from sensorium.core.waiting_queue import WaitingQueue
 
 _FIRST_PIECE = 8  # the part of `threshold` that such a prompt begins with when others have gone
-_Entry = tuple[int, Request]  # a long prompt, behind the number of its tokens to compute
+
+
+class _Entry(NamedTuple):
+    """A long prompt that may come first."""
+
+    num_left: int  # tokens to compute
+    order: Order
+    request: Request
 
 
 class LongPrompts:
@@ -37,7 +49,11 @@ class LongPrompts:
     take part in every step, and have all of it when they are alone. A step has `max_num_tokens`.
     """
 
-    def __init__(self, threshold: int, *, pause: int, max_num_tokens: int) -> None:
+    def __init__(
+        self, threshold: int, *, pause: int, max_num_tokens: int, shares: SeatShares
+    ) -> None:
+        self._shares = shares
+        self._order = LongPromptOrder(shares)
         self._threshold = threshold
         self._pause = pause
         self._max_num_tokens = max_num_tokens
@@ -48,6 +64,7 @@ class LongPrompts:
         self._is_turn_of_first = True  # and not of the shortest
         self._kept_by: str | None = None  # the prompt that keeps its turn
         # Of the present step:
+        self._has_room_made: Request | None = None  # waits, and others make room for it
         self._chosen: Request | None = None  # comes before the other long ones
         self._num_for_chosen = 0  # tokens
         self._num_spare = 0  # tokens for all others together
@@ -63,13 +80,21 @@ class LongPrompts:
             return False
         return request.num_tokens - num_cached_tokens > self._threshold
 
-    def add(self, request: Request) -> None:
-        """Note that a request with a long prompt runs."""
+    def add(self, request: Request, *, last_arrival: int) -> None:
+        """Note that a request with a long prompt runs.
+
+        `last_arrival` is the number of the last request that has come, with a long prompt or not.
+        """
         self._running[request.request_id] = request
+        self._order.note_start(request, last_arrival)
 
     def remove(self, request_id: str) -> None:
         """Note that a request does not run any more, whether its prompt is long or not."""
         self._running.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request has ended, whether its prompt is long or not."""
+        self._order.forget(request_id)
 
     # ---- planning a step, in the order of these methods
 
@@ -79,13 +104,14 @@ class LongPrompts:
         `running` is in the order of service.
         """
         self._running = {r.request_id: r for r in self._running.values() if _has_prompt_left(r)}
-        self._chosen = self._keeper = None
+        self._order.tidy(waiting)
+        self._has_room_made = self._chosen = self._keeper = None
         self._is_resting = self._has_refused = False
         self._num_computed = 0
         self._num_spare = self._max_num_tokens
         ranks = [request.rank for request in self._running.values()]
-        if (first := waiting.get_first_long()) is not None:
-            ranks.append(first[1].rank)
+        if (first := waiting.first_long) is not None:
+            ranks.append(first.rank)
         if not ranks:
             self._most_alone = self._least_alone
         if not ranks or self._is_lifted:
@@ -109,49 +135,90 @@ class LongPrompts:
             self._num_spare = min(self._most_alone, self._max_num_tokens)
 
     def get_entitled(self, waiting: WaitingQueue) -> Request | None:
-        """Return the waiting long prompt that others must make room for, or `None`."""
-        first = waiting.get_first_long()
-        return None if first is None or self._is_resting or self._running else first[1]
+        """Return the waiting long prompt for which others may have to make room, or `None`.
 
-    def choose(self, waiting: WaitingQueue, *, has_seat: bool) -> None:
+        It is the one that would be chosen if there were a free seat.
+        """
+        if self._is_resting:
+            return None
+        if self._is_lifted:
+            return self._order.find_first(waiting)
+        found = self._find(self._list_entries(waiting))
+        if found is None or not waiting.is_long(found.request):
+            return None
+        if self._shares.is_entitled(found.request):
+            self._has_room_made = found.request
+        return found.request
+
+    def choose(self, waiting: WaitingQueue, *, num_free_seats: int) -> None:
         """Choose the long prompt that comes first in this step.
 
-        Without a free seat (`has_seat` is false), it is one of those that run.
+        It is one of those that run, or one that waits and finds a free seat.
         """
         if self._is_resting or self._is_lifted:
             return
-        running = [(_get_num_left(request), request) for request in self._running.values()]
-        pool = [*running, *(self._list_candidates(running, waiting) if has_seat else ())]
-        if not pool:
-            return
-        kept = [entry for entry in pool if entry[1].request_id == self._kept_by]
-        key = _get_rank if self._is_turn_of_first else _get_length
-        num_left, self._chosen = kept[0] if kept else min(pool, key=key)
-        self._num_for_chosen = min(self._num_spare, num_left)
-        self._num_spare -= self._num_for_chosen
+        found = self._find(
+            entry
+            for entry in self._list_entries(waiting)
+            if not waiting.is_long(entry.request)
+            or self._finds_seat(entry.request, waiting, num_free_seats)
+        )
+        if found is not None:
+            self._chosen = found.request
+            self._num_for_chosen = min(self._num_spare, found.num_left)
+            self._num_spare -= self._num_for_chosen
 
-    def _list_candidates(self, running: list[_Entry], waiting: WaitingQueue) -> list[_Entry]:
-        """Return the waiting long prompts that may start in this turn."""
+    def _list_entries(self, waiting: WaitingQueue) -> list[_Entry]:
+        """Return the long prompts that run, and those that may start in this turn."""
+        running = [
+            _Entry(_get_num_left(request), self._order.get(request), request)
+            for request in self._running.values()
+        ]
+        first = self._order.find_first(waiting)
+        shortest = self._order.find_shortest(waiting)
+        if first is None or shortest is None:
+            return running
         found = []
-        first, shortest = waiting.get_first_long(), waiting.get_shortest_long()
-        if first is not None and (self._is_turn_of_first or first[1].request_id == self._kept_by):
-            found.append(first)
-        if shortest is not None and all(
-            shortest[0] <= num_left // 2 or shortest[1].rank[0] < request.rank[0]
-            for num_left, request in running
+        if self._is_turn_of_first or first.request_id == self._kept_by:
+            found.append(_Entry(waiting.get_length(first), self._order.get(first), first))
+        length = waiting.get_length(shortest)
+        if all(
+            length <= num_left // 2 or shortest.rank[0] < request.rank[0]
+            for num_left, _, request in running
         ):
-            found.append(shortest)
-        return found
+            found.append(_Entry(length, self._order.get(shortest), shortest))
+        return [*running, *found]
 
-    def list_startable(self, waiting: WaitingQueue) -> Iterator[Request]:
+    def _find(self, entries: Iterable[_Entry]) -> _Entry | None:
+        """Return the one whose turn it is."""
+        entries = list(entries)
+        kept = [entry for entry in entries if entry.request.request_id == self._kept_by]
+        key = _get_order if self._is_turn_of_first else _get_length
+        return min(kept or entries, key=key, default=None)
+
+    def _finds_seat(self, request: Request, waiting: WaitingQueue, num_free_seats: int) -> bool:
+        """Return whether there is a free seat for a waiting long prompt, and not for another."""
+        is_entitled = self._shares.is_entitled(request)
+        if is_entitled and request is self._has_room_made:
+            return num_free_seats > 0
+        first = self._order.find_first(waiting)
+        if first is not None and self._shares.is_entitled(first) and not is_entitled:
+            return False
+        others = waiting.iterate_with(None)
+        return self._shares.count_entitled(others, most=num_free_seats) < num_free_seats
+
+    def list_startable(self, waiting: WaitingQueue, *, num_free_seats: int) -> Iterator[Request]:
         """Return the waiting requests that may start now, in the order of service."""
         if self._is_lifted:
             return iter(waiting)
-        if self._chosen is not None and waiting.is_long(self._chosen):
-            return waiting.iterate_with(self._chosen)
-        is_free = self._num_spare > 0 and not any(map(_has_prompt_left, self._running.values()))
-        first = None if self._is_resting or not is_free else waiting.get_first_long()
-        return waiting.iterate_with(None if first is None else first[1])
+        request = self._chosen
+        if request is None or not waiting.is_long(request):
+            is_free = self._num_spare > 0 and not any(map(_has_prompt_left, self._running.values()))
+            is_first_next = is_free and not self._is_resting
+            request = self._order.find_first(waiting) if is_first_next else None
+        if request is not None and not self._finds_seat(request, waiting, num_free_seats):
+            request = None
+        return waiting.iterate_with(request)
 
     def get_most(self, request: Request, start: int) -> int:
         """Return how many tokens of a request from `start` on the step may have by these rules."""
@@ -209,11 +276,11 @@ def _has_prompt_left(request: Request) -> bool:
     return _get_num_left(request) > 1  # the last one is as a token of any answer
 
 
-def _get_rank(entry: _Entry) -> Rank:
-    return entry[1].rank
+def _get_order(entry: _Entry) -> tuple[int, ...]:
+    return entry.order
 
 
-def _get_length(entry: _Entry) -> tuple[int, int, Rank]:
+def _get_length(entry: _Entry) -> tuple[int, ...]:
     """Return what orders the prompts by length: those that are more urgent come first."""
-    num_left, request = entry
-    return request.rank[0], num_left, request.rank
+    priority, *place = entry.order
+    return priority, entry.num_left, *place

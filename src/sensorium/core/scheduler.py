@@ -84,6 +84,7 @@ class Scheduler:
             limits.long_prefill_token_threshold,
             pause=limits.long_prefill_pause,
             max_num_tokens=limits.max_num_batched_tokens,
+            shares=self._shares,
         )
         self._num_arrivals = 0
         self._num_runs = 0
@@ -217,7 +218,7 @@ class Scheduler:
         self._long_prompts.begin_step(self.running, self.waiting)
         self._make_room_for_others()
         self._make_room_for_sound()
-        self._long_prompts.choose(self.waiting, has_seat=self._num_free_seats > 0)
+        self._long_prompts.choose(self.waiting, num_free_seats=self._num_free_seats)
         step = self._carryover.begin(self.limits, self._can_go_on)
         resting = self._shares.get_resting(self.running)
         for request in [r for r in self.running if r.request_id not in resting]:
@@ -225,7 +226,9 @@ class Scheduler:
                 self._schedule_running(request, step)
         step.num_reserved_tokens = 0
         while self.waiting and self._can_start(step):
-            startable = self._long_prompts.list_startable(self.waiting)
+            startable = self._long_prompts.list_startable(
+                self.waiting, num_free_seats=self._num_free_seats
+            )
             next_request = self._shares.get_next(startable)
             if next_request is None or not self._schedule_waiting(next_request, step):
                 break
@@ -330,7 +333,7 @@ class Scheduler:
         insort(self.running, request, key=_rank_of)
         self._shares.take(request)
         if self._long_prompts.is_long(request, num_cached_tokens):
-            self._long_prompts.add(request)
+            self._long_prompts.add(request, last_arrival=self._num_arrivals - 1)
         request.status = RequestStatus.RUNNING
         self._num_runs += 1
         request.run = self._num_runs
@@ -565,6 +568,7 @@ class Scheduler:
             else:
                 self.waiting.remove(request)
         self._release(request)
+        self._long_prompts.forget(request.request_id)
         request.status = RequestStatus.FINISHED
         self.counters.finished[reason] += 1
         del self.requests[request.request_id]

@@ -68,9 +68,26 @@ class SeatShares:
             first = first or request
             if _get_urgency(request) > _get_urgency(first):
                 break
-            if self._num_held[request.group] < self._share:
+            if self.is_entitled(request):
                 return request
         return first
+
+    def is_entitled(self, request: Request) -> bool:
+        """Return whether a waiting request could start within the share of its client call."""
+        return self._num_held[request.group] < self._share
+
+    def count_entitled(self, waiting: Iterable[Request], *, most: int) -> int:
+        """Count the waiting requests that could start within their calls' shares, up to `most`."""
+        taken: Counter[str] = Counter()
+        num_entitled = 0
+        for request in waiting:
+            if num_entitled == most:
+                break
+            group = request.group
+            if self._num_held[group] + taken[group] < self._share:
+                taken[group] += 1
+                num_entitled += 1
+        return num_entitled
 
     def get_surplus(
         self, running: Sequence[Request], waiting: Iterable[Request], *, num_free: int
@@ -87,7 +104,7 @@ class SeatShares:
         num_over = self._num_held[self._largest] - self._share
         own = [request for request in running if request.group == self._largest]
         urgent = takewhile(lambda r: _get_urgency(r) <= _get_urgency(own[0]), waiting)
-        num_wanted = self._count_entitled(urgent, most=num_over + num_free) - num_free
+        num_wanted = self.count_entitled(urgent, most=num_over + num_free) - num_free
         if num_wanted <= 0:
             return []
         return own[::-1][: min(num_wanted, num_over)]
@@ -116,19 +133,6 @@ class SeatShares:
                 taken = nsmallest(num_taken, decoding, key=lambda r: (r.num_tokens, r.rank))
                 resting.update({r.request_id for r in decoding} - {r.request_id for r in taken})
         return resting
-
-    def _count_entitled(self, waiting: Iterable[Request], *, most: int) -> int:
-        """Count the waiting requests that could start within their calls' shares, up to `most`."""
-        taken: Counter[str] = Counter()
-        num_entitled = 0
-        for request in waiting:
-            if num_entitled == most:
-                break
-            group = request.group
-            if self._num_held[group] + taken[group] < self._share:
-                taken[group] += 1
-                num_entitled += 1
-        return num_entitled
 
 
 def _get_urgency(request: Request) -> int:

@@ -45,18 +45,21 @@ class WaitingQueue:
     def first_short(self) -> Request | None:
         return self._short[0] if self._short else None
 
-    def get_first_long(self) -> tuple[int, Request] | None:
-        """Return the first long prompt, behind the number of tokens it had to compute."""
-        if not self._long:
-            return None
-        return self._lengths[self._long[0].request_id][1], self._long[0]
+    @property
+    def first_long(self) -> Request | None:
+        return self._long[0] if self._long else None
 
-    def get_shortest_long(self) -> tuple[int, Request] | None:
-        """Return the shortest of the most urgent long prompts, behind its number of tokens."""
-        if not self._by_length:
-            return None
-        (_, num_tokens, _), request = self._by_length[0]
-        return num_tokens, request
+    def iterate_long(self) -> Iterator[Request]:
+        """Return the long prompts in the order of service."""
+        return iter(self._long)
+
+    def iterate_long_by_length(self) -> Iterator[Request]:
+        """Return the long prompts: the most urgent ones first, and of these the shortest."""
+        return (request for _, request in self._by_length)
+
+    def get_length(self, request: Request) -> int:
+        """Return how many tokens one of the long prompts had to compute when it came."""
+        return self._lengths[request.request_id][1]
 
     def is_long(self, request: Request) -> bool:
         """Return whether a request waits with the long prompts."""

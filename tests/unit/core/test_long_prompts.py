@@ -24,10 +24,20 @@ def make(*, pause: int = 0, **changes: int | bool) -> SchedulerDriver:
     )
 
 
-def add(driver: SchedulerDriver, name: str, num_tokens: int, max_tokens: int = 1) -> None:
+def add(
+    driver: SchedulerDriver,
+    name: str,
+    num_tokens: int,
+    max_tokens: int = 1,
+    group: str | None = None,
+) -> None:
     """Add a request that shares its beginning with no other."""
     request = make_request(
-        name, (1,) * num_tokens, cache_salt=name, sampling_params=tokens(max_tokens)
+        name,
+        (1,) * num_tokens,
+        cache_salt=name,
+        group=group,
+        sampling_params=tokens(max_tokens),
     )
     assert driver.add(request)
 
@@ -214,6 +224,78 @@ def test_encoders_rest_although_the_next_token_of_an_answer_is_not_known_yet() -
     driver.add(make_request("b", "two", (2,) * 6, cache_salt="b", sampling_params=tokens(1)))
     run(driver, 12)  # the driver checks that encoders rest
     assert list(driver.open) == ["reader"]
+
+
+@pytest.mark.parametrize("pause", [0, 3])
+def test_a_long_prompt_is_not_behind_all_of_a_call_that_has_its_share_of_seats(pause: int) -> None:
+    driver = make(pause=pause, max_num_seqs=4)
+    for index in range(20):
+        add(driver, f"many {index}", 6, max_tokens=100, group="many")
+    while len(driver.scheduler.running) < 4:
+        driver.step()
+    add(driver, "other", 7)
+    steps = run(driver, 2 + 2 * pause)
+    assert "other" in set().union(*steps)
+    assert "many 4" not in set().union(*steps)
+
+
+@pytest.mark.parametrize("pause", [0, 3])
+@pytest.mark.parametrize("num_before", range(4))
+def test_a_long_prompt_is_not_behind_all_the_long_prompts_of_another_call(
+    num_before: int, pause: int
+) -> None:
+    """They are shorter, but as soon as one of them has ended it is this one's turn."""
+    driver = make(pause=pause)
+    for index in range(20):
+        add(driver, f"many {index}", 16, group="many")
+    run(driver, num_before)
+    num_open = len(driver.open)
+    add(driver, "other", 24)
+    while "other" in driver.open:
+        driver.step()
+    assert num_open - len(driver.open) <= 4
+
+
+def test_calls_with_many_long_prompts_take_turns() -> None:
+    driver = make()
+    for group in ("a", "b", "c"):
+        for index in range(6):
+            add(driver, f"{group} {index}", 16, group=group)
+    ended: list[str] = []
+    while driver.open:
+        before = list(driver.open)
+        driver.step()
+        ended += [name for name in before if name not in driver.open]
+    for start in range(0, 18, 3):
+        assert {name[0] for name in ended[start : start + 3]} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_a_long_prompt_does_not_take_a_seat_that_was_made_free_for_another(num_steps: int) -> None:
+    driver = make(max_num_seqs=8, max_num_batched_tokens=16)
+    add(driver, "long", 200)
+    for index in range(7):
+        add(driver, f"many {index}", 1, max_tokens=50, group="many")
+    run(driver, num_steps)
+    add(driver, "other long", 30)
+    add(driver, "short", 1)
+    (windows,) = run(driver)
+    assert "short" in windows
+
+
+def test_a_long_prompt_that_finds_no_seat_takes_no_turn_from_those_that_run() -> None:
+    """It would have every turn: its call waits for newcomers, who always take the last seat."""
+    driver = make(max_num_seqs=4)
+    for index in range(2):
+        add(driver, f"many {index}", 1, max_tokens=100, group="many")
+    run(driver)
+    add(driver, "many 2", 6, group="many")
+    add(driver, "long", 80)
+    for index in range(10):
+        add(driver, f"new {index}", 1)
+        (windows,) = run(driver)
+        assert count_new(windows, "long") > 0
+    assert "many 2" in driver.open
 
 
 def test_without_a_threshold_no_prompt_is_long() -> None:
