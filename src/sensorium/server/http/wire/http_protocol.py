@@ -4,7 +4,8 @@ uvicorn's parser keeps a request's line, headers and trailers until they are com
 they become and however slowly they come. Without a limit, one connection could fill the memory, and
 many could stay forever, before any handler is called. `LimitedHttpProtocol` limits the size and the
 time of headers. Bodies have limits of their own in `bodies.intake`. A request that wants to become
-a WebSocket has no body; one that announces a body is refused before the body comes.
+a WebSocket has no body; one that announces a body is refused before the body comes. An upgrade to
+another protocol is ignored.
 
 What it receives it parses in turns (`turns`): a body in chunks of one byte, or many requests on one
 connection, cost no other connection more than a few milliseconds at a time.
@@ -45,6 +46,7 @@ from sensorium.server.http.wire.refusals import (
     TOO_SLOW,
     make_handshake_refusal,
 )
+from sensorium.server.http.wire.request_parser import RequestParser, make_plain_head
 from sensorium.server.http.wire.turns import Allowance, Turns
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.parser: RequestParser = RequestParser(self, self._take_plain_head)
+        self._plain_head: bytes | None = None  # of a request whose upgrade is ignored
         self._is_understood = False
         self._num_head_bytes = 0
         self._is_in_head = False
@@ -171,6 +175,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._is_upgrade:
             self._check_upgrade()
             return  # the timer runs until a WebSocket takes the connection over
+        if self.parser.should_upgrade():
+            self._plain_head = make_plain_head(
+                self.parser.get_method(), self.url, self.parser.get_http_version(), self.headers
+            )
+            if self._plain_head is not None:
+                return  # this method is called once more, for that head
         self._stop_timer()
         self._is_in_head = False
         self._is_in_body = True
@@ -180,6 +190,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._unanswered.append(self.cycle)
         if self.pipeline and self._next_peer_look is None:
             self._look_at_peer_later()
+
+    def _take_plain_head(self) -> bytes | None:
+        head, self._plain_head = self._plain_head, None
+        return head
 
     def _check_upgrade(self) -> None:
         """Refuse a handshake that the WebSocket could not read, or would never be given."""
@@ -229,6 +243,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
+        if self._plain_head is not None:
+            return
         self._is_understood = True
         self._num_expected = None
         if self._is_upgrade:
