@@ -23,6 +23,7 @@ from sensorium.speech.live.session import DELAYS_MS
 from sensorium.types.errors import RequestError
 from sensorium.types.options import join_words, list_options
 from sensorium.types.sampling import SamplingParams
+from sensorium.utils.printable import make_one_line
 
 if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
@@ -175,7 +176,7 @@ def _transcribe(arguments: argparse.Namespace) -> None:
     params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
     sounds, problems = found.sounds, found.problems
     for line in (*found.notes, *problems):
-        print(f"sensorium: {line}", file=sys.stderr)
+        print(f"sensorium: {make_one_line(line)}", file=sys.stderr)
     num_failed = len(problems)
     if sounds:
         is_headed = len(sounds) + len(problems) > 1
@@ -208,7 +209,8 @@ def _check_usage(arguments: argparse.Namespace, sounds: Sequence[SoundFile]) -> 
         for sound in {sound.name: sound for sound in (*named, *sounds)}.values():
             other = targets.setdefault(sound.get_target(form), sound.name)
             if other != sound.name:
-                arguments.refuse(f"{other} and {sound.name} would be written to the same file")
+                pair = " and ".join(map(make_one_line, (other, sound.name)))
+                arguments.refuse(f"{pair} would be written to the same file")
     if arguments.url is not None:
         _check_server_usage(arguments)
     elif arguments.api_key is not None:
