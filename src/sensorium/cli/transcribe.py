@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from sensorium.checkpoints.files import CONFIG, read_json
+from sensorium.checkpoints.first_look import find_directory
 from sensorium.cli import flags
 from sensorium.cli.keys import VARIABLE, get_client_key
 from sensorium.cli.speech.sound_folders import FoundSounds, find_sounds
 from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
 from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.embedded.cache import PACKED_MODEL
 from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
+from sensorium.speech.instructions import CANNOT_TRANSLATE, find_instruction
 from sensorium.speech.live.session import DELAYS_MS
 from sensorium.types.errors import RequestError
 from sensorium.types.options import join_words, list_options
@@ -256,6 +260,8 @@ def _run_model(
 ) -> None:
     """Transcribe files with a model in this process."""
     arguments.model = arguments.model or EMBEDDED_MODEL
+    if arguments.task == "translate":
+        _check_translation(arguments.model)
     with flags.load_llm(arguments) as llm:
         from tqdm import tqdm
 
@@ -282,6 +288,26 @@ def _run_model(
                     writer.fail(delta.index, str(error))
 
 
+def _check_translation(model: str) -> None:
+    """Raise a `RequestError` if the model's config tells that it does not translate.
+
+    Loading it would take seconds before the same is said.
+    """
+    directory = PACKED_MODEL if model == EMBEDDED_MODEL else find_directory(model)
+    if directory is not None:
+        kind = str(read_json(directory / CONFIG).get("model_type"))
+        if not find_instruction(kind, directory.name).can_translate:
+            raise _name_other(model, RequestError(CANNOT_TRANSLATE, path=("task",)))
+
+
+def _name_other(model: str, error: RequestError) -> RequestError:
+    """Return an error which says that the model can't be used, and what can be done."""
+    return RequestError(
+        f"{model} can't be used: {error.message}. Name another with --model, such as "
+        "openai/whisper-small."
+    )
+
+
 def _start(
     arguments: argparse.Namespace, llm: LLM, sounds: Sequence[SoundFile], params: SamplingParams
 ) -> Any:
@@ -298,10 +324,7 @@ def _start(
             sampling=params,
         )
     except RequestError as error:
-        raise RequestError(
-            f"{arguments.model} can't be used: {error.message}. Name another with --model, such as "
-            "openai/whisper-small."
-        ) from error
+        raise _name_other(arguments.model, error) from error
 
 
 def _write(transcript: Transcript, form: SpeechFormat, has_words: bool) -> str:
