@@ -176,6 +176,18 @@ def test_each_command_refuses_a_context_that_the_model_has_not(tiny_model: TinyM
     assert all("more than the model's context of" in result for result in results), results
 
 
+def test_a_model_that_does_not_translate_is_named(tiny_model: TinyModel) -> None:
+    models = ("sensorium-mini", tiny_model("qwen3_asr"), tiny_model("qwen2_audio"))
+    flags = ("--task", "translate")
+    *refusals, other = run(*(make_command("transcribe", model, *flags) for model in models))
+    assert refusals == [
+        f"sensorium: {model} can't be used: this model does not translate what is said. Name "
+        "another with --model, such as openai/whisper-small."
+        for model in models[:2]
+    ]
+    assert other.startswith("imported ")
+
+
 def test_each_command_goes_on_with_a_model_that_has_no_fault(tiny_model: TinyModel) -> None:
     """The control of the tests above: without a fault, heavy imports are what comes next."""
     commands = ("deploy", "chat", "generate", "transcribe", "models")  # others start processes

@@ -97,6 +97,7 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
         {"model": "owner/absent"},
         {"revision": "c" * 40},
         {"revision": "d" * 40},
+        {"model": "mini"},
     ]
     results, pauses = run(home, calls, **variables)
     assert results[:3] == [[8192, 2], [4096, 2], [4096, 2]]
@@ -108,6 +109,8 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
         assert "\n" not in result
     assert "weights" in str(results[5])
     assert "has no tokenizer" in str(results[6])
+    hint = "a hub id is like owner/name; commands take sensorium-mini"
+    assert [hint in str(result) for result in results] == [False] * 7 + [True]
     assert sum(pauses) < 1, pauses  # no retries: the hub's library sleeps a second before its first
 
 

@@ -276,6 +276,24 @@ def test_wrong_usage_is_told_before_anything_is_loaded(
     assert reason in result.err
 
 
+def test_names_of_files_do_not_move_the_cursor(
+    folder: Folder, run: Run, server: ServerProcess, tmp_path: Path
+) -> None:
+    bad = "\x1b[2J\r\n\x9b"
+    for number, name in enumerate((f"{bad}0.wav", f"{bad}1.wav", f"{bad}.txt")):
+        shutil.copy(folder.path / ("a.wav", "letter.wav")[number > 0], tmp_path / name)
+    os.mkfifo(tmp_path / f"{bad}2.wav")
+    result = run(str(tmp_path), "--url", server.get_url(), "--api-key", KEY)
+    shown = f"{tmp_path}/\\x1b[2J\\r\\n\\x9b"
+    assert result.out.startswith(f"==> {shown}0.wav <==\n")
+    assert len(result.err.splitlines()) == 3
+    assert f"{shown}1.wav: " in result.err
+    assert f"{shown}2.wav: is no regular file\n" in result.err
+    assert (result.out + result.err).replace("\n", "").isprintable()
+    result = run(str(tmp_path), f"{bad}0.mp3", "-o", "x")
+    assert result.err.replace("\n", "").isprintable()
+
+
 @pytest.mark.usefixtures("folder")
 def test_no_model_is_loaded_if_no_file_can_be_read(run: Run) -> None:
     result = run("missing.wav", "--model", "/no/model")

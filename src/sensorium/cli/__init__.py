@@ -23,6 +23,7 @@ from sensorium.cli.models import add_models
 from sensorium.cli.serve import add_demo, add_serve
 from sensorium.cli.transcribe import add_transcribe
 from sensorium.types.errors import SensoriumError
+from sensorium.utils.printable import make_printable
 
 _LEAST_LIKENESS = 0.75  # of two words that may be the same one
 _LEAST_NEARNESS = 0.75  # of two flags: the share of words that they have in common
@@ -43,7 +44,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except SensoriumError as error:
-        sys.exit(f"sensorium: {error}")
+        sys.exit(f"sensorium: {make_printable(str(error))}")
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from sensorium.cli.demo_server import Answer, DemoClient, DemoRefusedError, DemoServer
 from sensorium.embedded.samples import DEMO_SAMPLES, DemoSample, SampleMedia
+from sensorium.utils.printable import make_printable
 
 _INDENT = "  "
 _PICTURE_SIDE = 32
@@ -169,14 +170,6 @@ class Screen:
             times = (f"{value:.3f} s" for value in (first.seconds, again.seconds, saved))
             table.add_row(title, *times)
         self._console.print(table)
-
-
-def make_printable(text: str) -> str:
-    """Return the text with unprintable characters replaced by U+FFFD; line breaks are kept.
-
-    Such characters could move the cursor or change the terminal's state.
-    """
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _draw(item: SampleMedia) -> list[Text]:

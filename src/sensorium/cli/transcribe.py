@@ -13,16 +13,21 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from sensorium.checkpoints.files import CONFIG, read_json
+from sensorium.checkpoints.first_look import find_directory
 from sensorium.cli import flags
 from sensorium.cli.keys import VARIABLE, get_client_key
 from sensorium.cli.speech.sound_folders import FoundSounds, find_sounds
 from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
 from sensorium.embedded import EMBEDDED_MODEL
+from sensorium.embedded.cache import PACKED_MODEL
 from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
+from sensorium.speech.instructions import CANNOT_TRANSLATE, find_instruction
 from sensorium.speech.live.session import DELAYS_MS
 from sensorium.types.errors import RequestError
 from sensorium.types.options import join_words, list_options
 from sensorium.types.sampling import SamplingParams
+from sensorium.utils.printable import make_one_line
 
 if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
@@ -175,7 +180,7 @@ def _transcribe(arguments: argparse.Namespace) -> None:
     params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
     sounds, problems = found.sounds, found.problems
     for line in (*found.notes, *problems):
-        print(f"sensorium: {line}", file=sys.stderr)
+        print(f"sensorium: {make_one_line(line)}", file=sys.stderr)
     num_failed = len(problems)
     if sounds:
         is_headed = len(sounds) + len(problems) > 1
@@ -208,7 +213,8 @@ def _check_usage(arguments: argparse.Namespace, sounds: Sequence[SoundFile]) -> 
         for sound in {sound.name: sound for sound in (*named, *sounds)}.values():
             other = targets.setdefault(sound.get_target(form), sound.name)
             if other != sound.name:
-                arguments.refuse(f"{other} and {sound.name} would be written to the same file")
+                pair = " and ".join(map(make_one_line, (other, sound.name)))
+                arguments.refuse(f"{pair} would be written to the same file")
     if arguments.url is not None:
         _check_server_usage(arguments)
     elif arguments.api_key is not None:
@@ -254,6 +260,8 @@ def _run_model(
 ) -> None:
     """Transcribe files with a model in this process."""
     arguments.model = arguments.model or EMBEDDED_MODEL
+    if arguments.task == "translate":
+        _check_translation(arguments.model)
     with flags.load_llm(arguments) as llm:
         from tqdm import tqdm
 
@@ -280,6 +288,26 @@ def _run_model(
                     writer.fail(delta.index, str(error))
 
 
+def _check_translation(model: str) -> None:
+    """Raise a `RequestError` if the model's config tells that it does not translate.
+
+    Loading it would take seconds before the same is said.
+    """
+    directory = PACKED_MODEL if model == EMBEDDED_MODEL else find_directory(model)
+    if directory is not None:
+        kind = str(read_json(directory / CONFIG).get("model_type"))
+        if not find_instruction(kind, directory.name).can_translate:
+            raise _name_other(model, RequestError(CANNOT_TRANSLATE, path=("task",)))
+
+
+def _name_other(model: str, error: RequestError) -> RequestError:
+    """Return an error which says that the model can't be used, and what can be done."""
+    return RequestError(
+        f"{model} can't be used: {error.message}. Name another with --model, such as "
+        "openai/whisper-small."
+    )
+
+
 def _start(
     arguments: argparse.Namespace, llm: LLM, sounds: Sequence[SoundFile], params: SamplingParams
 ) -> Any:
@@ -296,10 +324,7 @@ def _start(
             sampling=params,
         )
     except RequestError as error:
-        raise RequestError(
-            f"{arguments.model} can't be used: {error.message}. Name another with --model, such as "
-            "openai/whisper-small."
-        ) from error
+        raise _name_other(arguments.model, error) from error
 
 
 def _write(transcript: Transcript, form: SpeechFormat, has_words: bool) -> str:

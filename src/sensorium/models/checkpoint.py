@@ -39,6 +39,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NUM_BLOCKS, _BLOCK_BYTES = 64, 4096  # that are read of a file of weights to recognise it
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _CODE_FILES = ("*.py",)
+# Few models of the hub still have a name without an owner.
+_SHORT_NAME = (
+    f" (a hub id is like owner/name; commands take {EMBEDDED_MODEL}, which comes with the package, "
+    "if no model is named)"
+)
 
 
 @contextmanager
@@ -173,6 +178,7 @@ def _ask_hub(model: str, revision: str | None) -> Exception | None:
 
 def _explain(model: str, revision: str | None, error: Exception) -> str:
     at_revision = "" if revision is None else f" at revision {revision!r}"
+    hint = "" if "/" in model else _SHORT_NAME
     match error:
         case HFValidationError():
             return f"{model!r} is neither a directory nor a hub id"
@@ -181,7 +187,8 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
         case GatedRepoError():
             return f"{model!r} is gated: ask for access on its page, then run `hf auth login`"
         case RepositoryNotFoundError():
-            return f"there is no directory {model!r}, and the hub shows you no model of that name"
+            seen = "the hub shows you no model of that name"
+            return f"there is no directory {model!r}, and {seen}{hint}"
         case IncompleteSnapshotError():
             state = f"{model!r}{at_revision} is only partly in the hub's cache"
         case LocalEntryNotFoundError():
@@ -190,8 +197,8 @@ def _explain(model: str, revision: str | None, error: Exception) -> str:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return f"{model!r} can't be fetched: {lines[0]}"
     if huggingface_hub.is_offline_mode():
-        return f"{state}, and it can't be fetched in offline mode (HF_HUB_OFFLINE)"
-    return f"{state}, and the hub can't be reached"
+        return f"{state}, and it can't be fetched in offline mode (HF_HUB_OFFLINE){hint}"
+    return f"{state}, and the hub can't be reached{hint}"
 
 
 class _Bar(tqdm):

@@ -16,6 +16,7 @@ from sensorium.speech.languages import NAMES, find_code
 from sensorium.speech.options import SpeechOptions
 from sensorium.types.errors import RequestError
 
+CANNOT_TRANSLATE = "this model does not translate what is said"
 SOUND = {"type": "audio", "audio": b""}  # the place of the sound in a message
 
 
@@ -127,7 +128,7 @@ class Instruction:
         values = {"language": NAMES[code or "en"].title(), "code": code, "prompt": options.prompt}
         text = self._choose_text(options, is_known=code is not None)
         if text is None:
-            raise RequestError("this model does not translate what is said")
+            raise RequestError(CANNOT_TRANSLATE)
         system = self.system_translate if options.task == "translate" else self.system
         text, system = text.format(**values), system.format(**values)
         if options.prompt and self.context is not None:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from sensorium.cli import demo
-from sensorium.cli.demo import Screen, describe_trace, make_printable, show_samples
+from sensorium.cli.demo import Screen, describe_trace, show_samples
 from sensorium.cli.demo_server import (
     Answer,
     DemoClient,
@@ -101,10 +101,6 @@ def test_pieces_of_an_answer_stay_in_their_line(
     for piece in ("A ", "[red]", " circle", "."):
         screen.write(piece)
     assert capsys.readouterr().out == "A [red] circle."
-
-
-def test_nothing_that_a_model_says_moves_the_cursor() -> None:
-    assert make_printable("a\x1b[2Jb\rc\nd é") == "a�[2Jb�c\nd é"
 
 
 def test_the_trace_is_told_in_words() -> None:

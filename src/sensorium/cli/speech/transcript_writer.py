@@ -19,6 +19,7 @@ from tqdm import tqdm
 from sensorium.cli.flags import is_address
 from sensorium.speech.formats import SpeechFormat, TextDeltas
 from sensorium.types.errors import RequestError
+from sensorium.utils.printable import make_one_line
 
 _STDIN = "-"
 _EXTENSIONS: dict[SpeechFormat, str] = {
@@ -128,7 +129,8 @@ class TranscriptWriter:
         if self._texts[index].sent and not self._is_terminal:
             self._held[index] += "\n"  # below the text before the error
         self._end(index)
-        tqdm.write(f"sensorium: {self._sounds[index].name}: {reason}", file=sys.stderr)
+        line = make_one_line(f"{self._sounds[index].name}: {reason}")
+        tqdm.write(f"sensorium: {line}", file=sys.stderr)
 
     def _save(self, directory: Path, index: int, content: str) -> str:
         """Write a transcript to its file, and return why that failed, or an empty text."""
@@ -159,7 +161,7 @@ class TranscriptWriter:
     def _write(self, index: int, text: str) -> None:
         if self._is_headed and self._num_headings <= index:
             blank = "\n" if self._num_headings else ""
-            text = f"{blank}==> {self._sounds[index].name} <==\n{text}"
+            text = f"{blank}==> {make_one_line(self._sounds[index].name)} <==\n{text}"
             self._num_headings = index + 1
         with tqdm.external_write_mode(file=sys.stdout):  # a bar is drawn again below the text
             sys.stdout.write(text)

@@ -20,6 +20,7 @@ from sensorium.engine.speech.models import SpeechModel
 from sensorium.engine.speech.sounds import PromptScope, SoundSource, make_params, read_result
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
+from sensorium.speech.instructions import CANNOT_TRANSLATE
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.transcript import Segment, SpeechUsage, Task, Transcript, TranscriptDelta
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
@@ -303,7 +304,7 @@ def make_options(given: Mapping[str, Any], model: SpeechModel[Any]) -> SpeechOpt
             "this model does not give the times of segments", path=("needs_segments",)
         )
     if options.task == "translate" and not model.can_translate:
-        raise RequestError("this model does not translate what is said", path=("task",))
+        raise RequestError(CANNOT_TRANSLATE, path=("task",))
     return options
 
 

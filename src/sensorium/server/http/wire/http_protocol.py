@@ -4,7 +4,8 @@ uvicorn's parser keeps a request's line, headers and trailers until they are com
 they become and however slowly they come. Without a limit, one connection could fill the memory, and
 many could stay forever, before any handler is called. `LimitedHttpProtocol` limits the size and the
 time of headers. Bodies have limits of their own in `bodies.intake`. A request that wants to become
-a WebSocket has no body; one that announces a body is refused before the body comes.
+a WebSocket has no body; one that announces a body is refused before the body comes. An upgrade to
+another protocol is ignored.
 
 What it receives it parses in turns (`turns`): a body in chunks of one byte, or many requests on one
 connection, cost no other connection more than a few milliseconds at a time.
@@ -16,6 +17,10 @@ whole timeout, its connection is ended, and its request ends as if it had discon
 that reads slowly keeps its connection: any byte that its machine acknowledges counts. The
 connection's buffer alone would not show that, because the kernel takes more data only when a large
 part of its own queue is free again.
+
+A client that leaves ends all its requests: the one that runs, and those that wait behind it. The
+connection is read while they wait, up to limits. Beyond them, the kernel is asked whether the
+client has left. It can't know that while the client still has data for which there is no room.
 """
 
 from __future__ import annotations
@@ -26,12 +31,13 @@ import os
 import re
 import socket
 import struct
+from collections import deque
 from typing import Any, NoReturn
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from sensorium.server.http.wire.progress import UnreadWatch, count_queued
+from sensorium.server.http.wire.progress import UnreadWatch, count_queued, read_progress
 from sensorium.server.http.wire.refusals import (
     INVALID,
     MAX_HEAD_BYTES,
@@ -40,16 +46,18 @@ from sensorium.server.http.wire.refusals import (
     TOO_SLOW,
     make_handshake_refusal,
 )
+from sensorium.server.http.wire.request_parser import RequestParser, make_plain_head
 from sensorium.server.http.wire.turns import Allowance, Turns
 
 logger = logging.getLogger(__name__)
-MAX_UNTAKEN_BYTES = 2**20  # of a body, between the connection and its handler
+MAX_UNTAKEN_BYTES = 2**20  # of bodies, between the connection and their handlers
 _LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
 _LENGTH = b"content-length"
 _OF_BODIES = frozenset((_LENGTH, b"transfer-encoding"))
 _OF_HANDSHAKES = re.compile(rb"connection|upgrade|sec-websocket-.*")
 _PORTION_BYTES = 2**12  # to the parser at once, beside the rest of a body whose length is known
 _MAX_PIPELINED = 16  # requests that wait behind another one before the rest waits, too
+_PEER_LOOK_S = 0.25  # between two looks whether a client has left whose requests wait
 # Chunks of bodies. One takes a microsecond.
 _MAX_CHUNKS = 2**13
 _CHUNKS_PER_S = 2**11
@@ -60,11 +68,22 @@ class _RefusedError(Exception):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, which lets `Turns` decide whether the transport reads."""
+    """uvicorn's flow control, which lets `Turns` decide whether the transport reads.
+
+    uvicorn calls `pause_reading` for each request that waits behind another one. That does nothing,
+    because `Turns` is held when too many wait, and who does not read can't notice that a client
+    leaves. `hold` is for bodies that no handler has taken.
+    """
 
     def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
         super().__init__(transport)
         self._turns = turns
+
+    def pause_reading(self) -> None:
+        pass
+
+    def hold(self) -> None:
+        super().pause_reading()
 
     def resume_reading(self) -> None:
         if self.read_paused:
@@ -86,6 +105,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.parser: RequestParser = RequestParser(self, self._take_plain_head)
+        self._plain_head: bytes | None = None  # of a request whose upgrade is ignored
         self._is_understood = False
         self._num_head_bytes = 0
         self._is_in_head = False
@@ -94,6 +115,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refusal = INVALID  # the response to what stops the parser
         self._timer: asyncio.TimerHandle | None = None
         self._next_look: asyncio.TimerHandle | None = None
+        # The request that runs, and those that wait behind it.
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        self._next_peer_look: asyncio.TimerHandle | None = None
         self._num_expected: int | None = None  # bytes of the body; `None`: its length is not known
         self._turns = Turns(
             self.loop,
@@ -106,7 +130,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._turns.transport = transport
-        self.flow = _Flow(transport, self._turns)
+        self.flow: _Flow = _Flow(transport, self._turns)
         if self.max_connections is not None and len(self.connections) > self.max_connections:
             transport.write(TOO_MANY)
             transport.close()
@@ -116,6 +140,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._stop_looking()
+        if self._next_peer_look is not None:
+            self._next_peer_look.cancel()
+        self.pipeline.clear()
+        for cycle in self._unanswered:  # uvicorn knows the newest only
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
         self._turns.drop()
 
@@ -145,12 +175,25 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._is_upgrade:
             self._check_upgrade()
             return  # the timer runs until a WebSocket takes the connection over
+        if self.parser.should_upgrade():
+            self._plain_head = make_plain_head(
+                self.parser.get_method(), self.url, self.parser.get_http_version(), self.headers
+            )
+            if self._plain_head is not None:
+                return  # this method is called once more, for that head
         self._stop_timer()
         self._is_in_head = False
         self._is_in_body = True
         lengths = [int(value) for name, value in self.headers if name == _LENGTH]
         self._num_expected = lengths[0] if lengths else None
         super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+        if self.pipeline and self._next_peer_look is None:
+            self._look_at_peer_later()
+
+    def _take_plain_head(self) -> bytes | None:
+        head, self._plain_head = self._plain_head, None
+        return head
 
     def _check_upgrade(self) -> None:
         """Refuse a handshake that the WebSocket could not read, or would never be given."""
@@ -181,10 +224,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece of a body to what the handler has not taken yet, and stop reading if full.
+        """Add a piece of a body to what no handler has taken yet, and stop reading if full.
 
         uvicorn would stop at 64 KiB, which is less than one read. Then each read of a large body
-        waits for the handler, and a body of 3 MB takes 15 ms instead of 2.
+        waits for the handler, and a body of 3 MB takes 15 ms instead of 2. The limit is for all
+        requests that wait.
         """
         self._is_understood = True
         if self._num_expected is None:
@@ -194,11 +238,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             return
         self.cycle.body += body
-        if len(self.cycle.body) > MAX_UNTAKEN_BYTES:
-            self.flow.pause_reading()
+        if sum(len(cycle.body) for cycle in self._unanswered) > MAX_UNTAKEN_BYTES:
+            self.flow.hold()
         self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
+        if self._plain_head is not None:
+            return
         self._is_understood = True
         self._num_expected = None
         if self._is_upgrade:
@@ -208,6 +254,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        self._unanswered.popleft()
         super().on_response_complete()
         self._turns.go_on()
         if self._is_in_body and self._timer is None:
@@ -217,6 +264,22 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _is_answered(self) -> bool:
         """Whether no request of this connection waits for the end of its response."""
         return self.cycle is None or self.cycle.response_complete
+
+    def _look_at_peer_later(self) -> None:
+        self._next_peer_look = self.loop.call_later(_PEER_LOOK_S, self._look_at_peer)
+
+    def _look_at_peer(self) -> None:
+        """Close the connection if the client has left while its requests wait, else look again.
+
+        A transport that does not read would not notice.
+        """
+        self._next_peer_look = None
+        if not self.pipeline or self.transport.is_closing():
+            return
+        if read_progress(self.transport).is_open:
+            self._look_at_peer_later()
+        else:
+            self.transport.close()
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(self.head_timeout_s, self._end_slow_head)
