@@ -48,6 +48,7 @@ MODEL = "m"
 NUM_WORDS = 64
 NUM_CLIENTS = 16
 GROUPS = {"chats": CHAT_LOADS, "speech": SPEECH}
+MADE_SHAPES = ("3b", "7b", "tiny")  # by qwen_shapes.py
 
 
 def make_plan(arguments: argparse.Namespace, url: str) -> Plan:
@@ -156,7 +157,8 @@ def parse() -> argparse.Namespace:
     add("--our-start-s", **seconds, help="how long ours took to be healthy, for the record")
     add("--peer-start-s", **seconds, help="how long the peer took, for the record")
     add("--make", action="store_true", help="make the model of --serve first")
-    add("--shape", choices=("3b", "7b", "tiny"), help="of the model; what --make makes")
+    shapes = (*MADE_SHAPES, "whisper-large-v3")
+    add("--shape", choices=shapes, help="of the model, for the record; what --make makes")
     add("--model", default=MODEL, metavar="NAME", help=f"its served name (default {MODEL})")
     names = [*GROUPS, "probe", *LOADS]
     add("--loads", nargs="+", default=["chats"], choices=names, metavar="NAME", help="which")
@@ -172,8 +174,9 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if "transcripts_again" in arguments.loads and "transcripts" not in arguments.loads:
         parser.error("transcripts_again repeats transcripts: name both")
-    if arguments.make and not (arguments.serve and arguments.shape):
-        parser.error("--make needs --serve, where it makes the model, and --shape")
+    if arguments.make and not (arguments.serve and arguments.shape in MADE_SHAPES):
+        made = ", ".join(MADE_SHAPES)
+        parser.error(f"--make needs --serve, where it makes the model, and a --shape of {made}")
     return arguments
 
 
