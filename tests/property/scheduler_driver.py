@@ -317,9 +317,12 @@ class SchedulerDriver:
             largest = max(held, key=held.__getitem__)
             urgency = min(r.rank[0] for r in scheduler.running if r.group == largest)
             # A long prompt may have to wait for others that are long, too.
-            short = [r for r in entitled if not scheduler.waiting.is_long(r)]
+            short = [r for r in entitled if r not in scheduler.waiting.long]
             assert not [r for r in short if r.rank[0] <= urgency]
-        last_started = {r.request.group: r.request.request_id for r in output.started}
+        last_started = {
+            scheduler.requests[each.request.request_id].group: each.request.request_id
+            for each in output.started
+        }
         for group, request_id in last_started.items():
             request = scheduler._long_prompts._running.get(request_id)
             if is_full and request is not None and held[group] > share:

@@ -6,11 +6,12 @@ from bisect import insort
 from collections.abc import Iterator
 from itertools import count
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sensorium.core.admission import Limits
+from sensorium.core.long_queue import LongQueue
 from sensorium.core.request import Request
 from sensorium.core.waiting_queue import WaitingQueue
 from sensorium.types.scheduling import KVCacheGroup, SchedulerOutput
@@ -24,12 +25,12 @@ MAX_MODEL_LEN = 400
 TARGET = "target"
 
 
-def make_driver(budget: int, threshold: int, pause: int) -> SchedulerDriver:
-    """With room for everything but tokens, and results that are read at once."""
+def make_driver(budget: int, threshold: int, pause: int, *, num_seats: int = 64) -> SchedulerDriver:
+    """With room for everything but tokens and seats, and results that are read at once."""
     limits = Limits(
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=budget,
-        max_num_seqs=64,
+        max_num_seqs=num_seats,
         encoder_cache_size=20,
         max_num_encoder_embeds=20,
         long_prefill_token_threshold=threshold,
@@ -124,6 +125,47 @@ def test_a_long_prompt_ends_in_time_however_many_come_after_it(
 
 @settings(thorough, max_examples=100)
 @given(
+    num_seats=st.integers(1, 5),
+    budget=st.sampled_from((8, 16, 32)),
+    threshold=st.sampled_from((4, 8, 16)),
+    pause=st.integers(0, 4),
+    length=st.integers(1, 60),
+    later=st.lists(st.integers(1, 13), min_size=1, max_size=2),
+    num_short=st.integers(0, 3),
+    num_answered=st.integers(1, 5),
+)
+@example(2, 16, 16, 1, 44, [7], 0, 5)  # the turns would fall into step with the seats
+def test_a_long_prompt_finds_a_seat_however_many_come_after_it(
+    num_seats: int,
+    budget: int,
+    threshold: int,
+    pause: int,
+    length: int,
+    later: list[int],
+    num_short: int,
+    num_answered: int,
+) -> None:
+    driver = make_driver(budget, threshold, pause, num_seats=num_seats)
+    sizes = [*(threshold + extra for extra in later), *(1,) * num_short]
+    for index in range(num_seats):
+        add(driver, f"before {index}", sizes[index % len(sizes)], num_answered)
+    step(driver)
+    add(driver, TARGET, threshold + length)
+    least = max(1, threshold // 8)
+    num_turns = -(-(threshold + length) // least) - num_seats * (-max(sizes) // least)
+    numbers = count()
+    for _ in range(20 + 4 * (num_turns + num_answered) * (1 + pause)):
+        while len(driver.open) < 12:
+            number = next(numbers)
+            add(driver, f"new {number}", sizes[number % len(sizes)], num_answered)
+        step(driver)
+        if TARGET not in driver.open:
+            return
+    raise AssertionError("it starves")
+
+
+@settings(thorough, max_examples=100)
+@given(
     budget=st.integers(4, 24),
     threshold=st.integers(1, 8),
     pause=st.integers(0, 5),
@@ -170,6 +212,103 @@ def test_few_long_prompts_run_at_a_time(threshold: int, arrivals: list[list[int]
     driver.drain()
 
 
+class LongQueueMachine(RuleBasedStateMachine):
+    """The queue of long prompts against lists that are sorted anew each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = LongQueue()
+        self.waiting: dict[str, tuple[Request, int]] = {}  # with their lengths
+        self.running: dict[str, Request] = {}
+        self.places: dict[str, tuple[int, int, int]] = {}  # of those that have started
+        self.last_starts: dict[str, tuple[int, int]] = {}
+        self.num_come = 0
+        self.num_starts = 0
+
+    @rule(priority=st.integers(0, 2), num_tokens=st.integers(1, 5), group=st.sampled_from("abcd"))
+    def add(self, priority: int, num_tokens: int, group: str) -> None:
+        request = Request(
+            make_request(f"r{self.num_come}", (1,), group=group),
+            rank=(priority, self.num_come),
+            block_size=4,
+        )
+        self.num_come += 1
+        self.queue.add(request, num_tokens)
+        self.waiting[request.request_id] = request, num_tokens
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        request, _ = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
+        self.places[request.request_id] = self.get_order(request)
+        self.num_starts += 1
+        self.last_starts[request.group] = self.num_come - 1, self.num_starts
+        self.queue.note_start(request, self.num_come - 1)
+        self.take_out(request)
+        self.running[request.request_id] = request
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), num_tokens=st.integers(1, 5))
+    def preempt(self, data: st.DataObject, num_tokens: int) -> None:
+        request = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
+        self.queue.add(request, num_tokens)
+        self.waiting[request.request_id] = request, num_tokens
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def end_waiting(self, data: st.DataObject) -> None:
+        request, _ = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
+        self.take_out(request)
+        self.queue.forget(request.request_id)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def end_running(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.running)))
+        del self.running[name]
+        self.queue.forget(name)
+
+    def take_out(self, request: Request) -> None:
+        self.queue.remove(request)
+        del self.waiting[request.request_id]
+        if all(other.group != request.group for other, _ in self.waiting.values()):
+            self.last_starts.pop(request.group, None)  # whatever comes now has come later
+
+    def get_order(self, request: Request) -> tuple[int, int, int]:
+        priority, arrival = request.rank
+        place = max((arrival, 0), self.last_starts.get(request.group, (0, 0)))
+        return self.places.get(request.request_id, (priority, *place))
+
+    @invariant()
+    def agrees(self) -> None:
+        waiting = sorted(self.waiting.values(), key=lambda entry: entry[0].rank)
+        assert list(self.queue) == [request for request, _ in waiting]
+        assert len(self.queue) == len(waiting)
+        firsts: dict[str, Request] = {}
+        shortest: dict[str, tuple[Request, int]] = {}
+        for request, length in waiting:
+            assert request in self.queue
+            assert self.queue.get_length(request) == length
+            assert self.queue.get_order(request) == self.get_order(request)
+            firsts.setdefault(request.group, request)
+            other, least = shortest.get(request.group, (request, length))
+            is_better = (request.rank[0], length) < (other.rank[0], least)
+            shortest[request.group] = (request, length) if is_better else (other, least)
+        assert not any(request in self.queue for request in self.running.values())
+        assert list(self.queue.firsts) == sorted(firsts.values(), key=self.get_order)
+
+        def get_key(entry: tuple[Request, int]) -> tuple[int, ...]:
+            priority, *place = self.get_order(entry[0])
+            return priority, entry[1], *place
+
+        expected = sorted(shortest.values(), key=get_key)
+        assert list(self.queue.shortest) == [request for request, _ in expected]
+
+
+TestLongQueueMachine = LongQueueMachine.TestCase
+TestLongQueueMachine.settings = settings(max_examples=100, deadline=None)
+
+
 class WaitingQueueMachine(RuleBasedStateMachine):
     """The queue against two sorted lists."""
 
@@ -196,7 +335,7 @@ class WaitingQueueMachine(RuleBasedStateMachine):
     @rule(priority=st.integers(0, 2), num_tokens=st.integers(1, 5))
     def add_long(self, priority: int, num_tokens: int) -> None:
         request = self.make(priority)
-        self.queue.add_long(request, num_tokens)
+        self.queue.long.add(request, num_tokens)
         insort(self.long, (request.rank, num_tokens))
 
     @precondition(lambda self: self.requests)
@@ -217,13 +356,9 @@ class WaitingQueueMachine(RuleBasedStateMachine):
         first = self.queue.first_short
         assert first is (self.requests[self.short[0]] if self.short else None)
         longs = [(length, self.requests[rank]) for rank, length in self.long]
-        assert self.queue.first_long is (longs[0][1] if longs else None)
-        assert list(self.queue.iterate_long()) == [request for _, request in longs]
-        by_length = sorted(longs, key=lambda e: (e[1].rank[0], e[0], e[1].rank))
-        assert list(self.queue.iterate_long_by_length()) == [request for _, request in by_length]
         for length, request in longs:
-            assert self.queue.is_long(request)
-            assert self.queue.get_length(request) == length
+            assert request in self.queue.long
+            assert self.queue.long.get_length(request) == length
             with_one = sorted([*self.short, request.rank])
             assert list(self.get_ranks(self.queue.iterate_with(request))) == with_one
 

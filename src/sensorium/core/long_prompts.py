@@ -11,22 +11,25 @@ Invariants:
      tokens of long prompts: as many for each `threshold` tokens. When the others have gone, who may
      come again, long prompts have few tokens of a step at first, and then twice as many each time.
   3. In such a step one long prompt comes before the other long ones. In turns, this is the first
-     in their order (`core.long_prompt_order`), so that none starves, and the one with the fewest
-     tokens left.
+     in their order (`core.long_queue`), so that none starves, and the one with the fewest tokens
+     left.
   4. A long prompt starts beside others only if it comes before them in their order, or has at most
      half of the tokens that each of them has left. So few of them hold seats and blocks.
   5. A prompt that got nothing in its turn for lack of another resource keeps the turn.
   6. Nothing is taken from a prompt for requests that are less urgent.
-  7. No long prompt takes a seat that was made free for another request.
+  7. No long prompt takes a seat that was made free for another request. If the first one finds no
+     seat in its turn, the next seat is for it and for those that came before it. It takes that seat
+     at once, with one token of the step if it is not its turn.
   8. Where these rules would leave a step empty, it is planned without them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import NamedTuple
 
-from sensorium.core.long_prompt_order import LongPromptOrder, Order
+from sensorium.core.long_queue import LongQueue, Order
 from sensorium.core.request import Request
 from sensorium.core.seat_shares import SeatShares
 from sensorium.core.waiting_queue import WaitingQueue
@@ -53,7 +56,6 @@ class LongPrompts:
         self, threshold: int, *, pause: int, max_num_tokens: int, shares: SeatShares
     ) -> None:
         self._shares = shares
-        self._order = LongPromptOrder(shares)
         self._threshold = threshold
         self._pause = pause
         self._max_num_tokens = max_num_tokens
@@ -63,6 +65,8 @@ class LongPrompts:
         self._most_alone = self._least_alone  # tokens of a step while no others are there
         self._is_turn_of_first = True  # and not of the shortest
         self._kept_by: str | None = None  # the prompt that keeps its turn
+        self._claimer: Request | None = None  # found no seat in its turn
+        self._next_claimer: Request | None = None
         # Of the present step:
         self._has_room_made: Request | None = None  # waits, and others make room for it
         self._chosen: Request | None = None  # comes before the other long ones
@@ -80,21 +84,13 @@ class LongPrompts:
             return False
         return request.num_tokens - num_cached_tokens > self._threshold
 
-    def add(self, request: Request, *, last_arrival: int) -> None:
-        """Note that a request with a long prompt runs.
-
-        `last_arrival` is the number of the last request that has come, with a long prompt or not.
-        """
+    def add(self, request: Request) -> None:
+        """Note that a request with a long prompt runs."""
         self._running[request.request_id] = request
-        self._order.note_start(request, last_arrival)
 
     def remove(self, request_id: str) -> None:
         """Note that a request does not run any more, whether its prompt is long or not."""
         self._running.pop(request_id, None)
-
-    def forget(self, request_id: str) -> None:
-        """Note that a request has ended, whether its prompt is long or not."""
-        self._order.forget(request_id)
 
     # ---- planning a step, in the order of these methods
 
@@ -104,14 +100,12 @@ class LongPrompts:
         `running` is in the order of service.
         """
         self._running = {r.request_id: r for r in self._running.values() if _has_prompt_left(r)}
-        self._order.tidy(waiting)
         self._has_room_made = self._chosen = self._keeper = None
         self._is_resting = self._has_refused = False
         self._num_computed = 0
         self._num_spare = self._max_num_tokens
         ranks = [request.rank for request in self._running.values()]
-        if (first := waiting.first_long) is not None:
-            ranks.append(first.rank)
+        ranks += [request.rank for request in islice(waiting.long, 1)]
         if not ranks:
             self._most_alone = self._least_alone
         if not ranks or self._is_lifted:
@@ -139,12 +133,14 @@ class LongPrompts:
 
         It is the one that would be chosen if there were a free seat.
         """
-        if self._is_resting:
-            return None
         if self._is_lifted:
-            return self._order.find_first(waiting)
+            return self._shares.get_next(waiting.long.firsts)
+        if self._is_resting or not self._is_turn_of_first:
+            claimer = self._get_claimer(waiting.long)
+            if claimer is not None or self._is_resting:
+                return claimer
         found = self._find(self._list_entries(waiting))
-        if found is None or not waiting.is_long(found.request):
+        if found is None or found.request not in waiting.long:
             return None
         if self._shares.is_entitled(found.request):
             self._has_room_made = found.request
@@ -157,12 +153,18 @@ class LongPrompts:
         """
         if self._is_resting or self._is_lifted:
             return
+        entries = self._list_entries(waiting)
         found = self._find(
             entry
-            for entry in self._list_entries(waiting)
-            if not waiting.is_long(entry.request)
+            for entry in entries
+            if entry.request not in waiting.long
             or self._finds_seat(entry.request, waiting, num_free_seats)
         )
+        if self._is_turn_of_first:
+            first = self._find(entries)
+            if first is None or first.request is not self._claimer:
+                self._claimer = None
+            self._next_claimer = None if first is None or first is found else first.request
         if found is not None:
             self._chosen = found.request
             self._num_for_chosen = min(self._num_spare, found.num_left)
@@ -170,24 +172,39 @@ class LongPrompts:
 
     def _list_entries(self, waiting: WaitingQueue) -> list[_Entry]:
         """Return the long prompts that run, and those that may start in this turn."""
+        queue = waiting.long
         running = [
-            _Entry(_get_num_left(request), self._order.get(request), request)
+            _Entry(_get_num_left(request), queue.get_order(request), request)
             for request in self._running.values()
         ]
-        first = self._order.find_first(waiting)
-        shortest = self._order.find_shortest(waiting)
+        first = self._shares.get_next(queue.firsts)
+        shortest = self._shares.get_next(queue.shortest)
         if first is None or shortest is None:
             return running
-        found = []
+        claimer = self._get_claimer(queue)
+        candidates = []
         if self._is_turn_of_first or first.request_id == self._kept_by:
-            found.append(_Entry(waiting.get_length(first), self._order.get(first), first))
-        length = waiting.get_length(shortest)
-        if all(
+            candidates.append(first)
+        elif claimer is not None:
+            candidates.append(claimer)
+        length = queue.get_length(shortest)
+        if (self._is_turn_of_first or claimer is None) and all(
             length <= num_left // 2 or shortest.rank[0] < request.rank[0]
             for num_left, _, request in running
         ):
-            found.append(_Entry(length, self._order.get(shortest), shortest))
-        return [*running, *found]
+            candidates.append(shortest)
+        return [
+            *running,
+            *(_Entry(queue.get_length(each), queue.get_order(each), each) for each in candidates),
+        ]
+
+    def _get_claimer(self, queue: LongQueue) -> Request | None:
+        """Return the waiting long prompt that the next free seat is for, or `None`."""
+        claimer = self._claimer
+        if claimer is None or claimer not in queue or not self._shares.is_entitled(claimer):
+            return None
+        is_urgent = all(claimer.rank[0] <= first.rank[0] for first in islice(queue, 1))
+        return claimer if is_urgent else None
 
     def _find(self, entries: Iterable[_Entry]) -> _Entry | None:
         """Return the one whose turn it is."""
@@ -199,9 +216,9 @@ class LongPrompts:
     def _finds_seat(self, request: Request, waiting: WaitingQueue, num_free_seats: int) -> bool:
         """Return whether there is a free seat for a waiting long prompt, and not for another."""
         is_entitled = self._shares.is_entitled(request)
-        if is_entitled and request is self._has_room_made:
+        if is_entitled and request in (self._has_room_made, self._get_claimer(waiting.long)):
             return num_free_seats > 0
-        first = self._order.find_first(waiting)
+        first = self._shares.get_next(waiting.long.firsts)
         if first is not None and self._shares.is_entitled(first) and not is_entitled:
             return False
         others = waiting.iterate_with(None)
@@ -212,13 +229,18 @@ class LongPrompts:
         if self._is_lifted:
             return iter(waiting)
         request = self._chosen
-        if request is None or not waiting.is_long(request):
+        claimer = self._get_claimer(waiting.long)
+        if request is None or request not in waiting.long:
             is_free = self._num_spare > 0 and not any(map(_has_prompt_left, self._running.values()))
-            is_first_next = is_free and not self._is_resting
-            request = self._order.find_first(waiting) if is_first_next else None
+            is_next = is_free and not self._is_resting
+            request = claimer or (self._shares.get_next(waiting.long.firsts) if is_next else None)
         if request is not None and not self._finds_seat(request, waiting, num_free_seats):
             request = None
-        return waiting.iterate_with(request)
+        startable = waiting.iterate_with(request)
+        if claimer is None or claimer is request or num_free_seats > 1:
+            return startable
+        before = takewhile(lambda other: other.rank < claimer.rank, startable)
+        return filter(self._shares.is_entitled, before)
 
     def get_most(self, request: Request, start: int) -> int:
         """Return how many tokens of a request from `start` on the step may have by these rules."""
@@ -228,6 +250,8 @@ class LongPrompts:
         most = 0
         if not self._is_resting:
             most = self._num_for_chosen if request is self._chosen else self._num_spare
+        if request is self._claimer and request.request_id not in self._running:
+            most = max(1, most)
         self._has_refused |= most == 0
         return most
 
@@ -265,6 +289,7 @@ class LongPrompts:
         if self._chosen is not None and self._keeper is None:
             self._is_turn_of_first = not self._is_turn_of_first
         self._kept_by = self._keeper
+        self._claimer = self._next_claimer
         self._is_lifted = False
 
 

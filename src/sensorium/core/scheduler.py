@@ -127,7 +127,7 @@ class Scheduler:
         if self._long_prompts.is_long(request, 0):
             hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
             if self._long_prompts.is_long(request, hit.num_tokens):
-                self.waiting.add_long(request, request.num_tokens - hit.num_tokens)
+                self.waiting.long.add(request, request.num_tokens - hit.num_tokens)
                 return
         self.waiting.add(request)
 
@@ -304,12 +304,10 @@ class Scheduler:
         if self._blocked == (request.rank, num_releases):
             return False
         hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
-        if self._long_prompts.is_long(request, hit.num_tokens) and not self.waiting.is_long(
-            request
-        ):
+        if self._long_prompts.is_long(request, hit.num_tokens) and request not in self.waiting.long:
             # What was cached when it came has been evicted. It waits among the long ones.
             self.waiting.remove(request)
-            self.waiting.add_long(request, request.num_tokens - hit.num_tokens)
+            self.waiting.long.add(request, request.num_tokens - hit.num_tokens)
             return True
         request.has_media = hit.has_media
         is_behind = step.is_encoder_closed
@@ -329,11 +327,12 @@ class Scheduler:
         return 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
 
     def _start(self, request: Request, num_cached_tokens: int, step: Step) -> None:
+        if self._long_prompts.is_long(request, num_cached_tokens):
+            self._long_prompts.add(request)
+            self.waiting.long.note_start(request, self._num_arrivals - 1)
         self.waiting.remove(request)
         insort(self.running, request, key=_rank_of)
         self._shares.take(request)
-        if self._long_prompts.is_long(request, num_cached_tokens):
-            self._long_prompts.add(request, last_arrival=self._num_arrivals - 1)
         request.status = RequestStatus.RUNNING
         self._num_runs += 1
         request.run = self._num_runs
@@ -568,7 +567,7 @@ class Scheduler:
             else:
                 self.waiting.remove(request)
         self._release(request)
-        self._long_prompts.forget(request.request_id)
+        self.waiting.long.forget(request.request_id)
         request.status = RequestStatus.FINISHED
         self.counters.finished[reason] += 1
         del self.requests[request.request_id]
