@@ -162,7 +162,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             if self._is_answered:
                 self.transport.write(TOO_LARGE)
             self.transport.close()
-        elif self._is_in_head and self._timer is None:
+        elif self._timer is None and (self._is_in_head or self._is_idle):
             self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -264,6 +264,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _is_answered(self) -> bool:
         """Whether no request of this connection waits for the end of its response."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing would end a connection from which nothing comes any more.
+
+        uvicorn forgets its timeout when something comes, be it only a line break.
+        """
+        has_timeout = self.timeout_keep_alive_task is not None or self._is_upgrade
+        return self._is_answered and not has_timeout
 
     def _look_at_peer_later(self) -> None:
         self._next_peer_look = self.loop.call_later(_PEER_LOOK_S, self._look_at_peer)
