@@ -1,11 +1,10 @@
-"""What a checkpoint's files say of themselves: JSON, the names of its weights, their headers."""
+"""What a checkpoint's small files say: JSON, and the names of its weights."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sensorium.types.errors import ModelError
@@ -14,26 +13,40 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# A safetensors file has 8 bytes with the length of its header (little endian), the header as JSON,
-# and the tensors.
-_PREFIX_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
-# Transformers converts these types to the dtype that is asked for. Others stay as they are.
-_CONVERTED = frozenset({"F64", "F32", "F16", "BF16"})
+_MAX_NAME_BYTES = 255  # as in most file systems
 
 
 def get_weight_names(directory: Path) -> tuple[str, ...]:
     """Return the names of a checkpoint's files of weights. Some of these files may be missing.
 
-    Raises a `ModelError` if its index of weights can't be read.
+    Raises a `ModelError` if its index of weights can't be read, or names something else.
     """
     index = directory / WEIGHTS_INDEX
     if (directory / WEIGHTS).is_file() or not index.is_file():
         return (WEIGHTS,)
-    try:
-        return tuple(sorted(set(json.loads(index.read_text())["weight_map"].values())))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"the file {index} is not an index of weights: {error!r}") from error
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{index} is not an index of weights: its weight_map names no files")
+    for name in names.values():
+        if not _is_weights_name(name):
+            raise ModelError(
+                f"{index} is not an index of weights: {str(name)[:200]!r} is not the name of a "
+                "safetensors file in the same directory"
+            )
+    return tuple(sorted(set(names.values())))
+
+
+def _is_weights_name(name: object) -> bool:
+    """Return whether an index may have this name: files elsewhere are none of a checkpoint."""
+    if not isinstance(name, str) or not name.isprintable():
+        return False
+    path = PurePosixPath(name)
+    return (
+        path.suffix == Path(WEIGHTS).suffix
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and len(name.encode()) <= _MAX_NAME_BYTES
+    )
 
 
 def check_presence(model: str, directory: Path, names: Iterable[str]) -> None:
@@ -72,7 +85,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror}") from error
     except ValueError as error:
@@ -82,42 +95,9 @@ def read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
-    """Return the memory in bytes that the tensors in safetensors files take when they are loaded.
-
-    Floating-point tensors are counted with `element_size` bytes per number, because they are
-    converted to one type. Only the headers are read. Raises a `ModelError` for a file that is cut
-    short.
-    """
-    return sum(
-        _get_num_bytes(tensor, element_size) for path in paths for tensor in read_tensors(path)
-    )
-
-
-def _get_num_bytes(tensor: dict[str, Any], element_size: int) -> int:
-    if tensor["dtype"] in _CONVERTED:
-        return int(math.prod(tensor["shape"])) * element_size
-    start, end = tensor["data_offsets"]
-    return int(end - start)
-
-
-def read_tensors(path: Path) -> list[dict[str, Any]]:
-    """Return the `dtype`, `shape` and `data_offsets` of each tensor in a safetensors file.
-
-    Raises a `ModelError` if the file is not in this format, or shorter than its header demands.
-    """
-    num_file_bytes = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(_PREFIX_BYTES), "little")
-        if header_size > _MAX_HEADER_BYTES:
-            raise ModelError(f"{path} is not a safetensors file")
-        header = file.read(header_size)
+def parse_json(content: str | bytes) -> Any:
+    """Return what this JSON means. Raises a `ValueError` if it is none, or nested too deeply."""
     try:
-        tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
-        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is not a safetensors file, or is cut short: {error}") from error
-    expected = _PREFIX_BYTES + header_size + end
-    if num_file_bytes < expected:
-        raise ModelError(f"{path} is cut short: it has {num_file_bytes} of {expected} bytes")
-    return tensors
+        return json.loads(content)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error

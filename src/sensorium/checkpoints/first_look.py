@@ -12,13 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sensorium.checkpoints.files import (
-    CONFIG,
-    check_presence,
-    get_weight_names,
-    read_json,
-    read_tensors,
-)
+from sensorium.checkpoints.files import CONFIG, check_presence, get_weight_names, read_json
+from sensorium.checkpoints.safetensors_header import read_tensors
 from sensorium.types.errors import ModelError
 from sensorium.types.families import FAMILIES
 
@@ -211,8 +206,13 @@ def find_context(config: Mapping[str, Any]) -> int | None:
     if len(parts) > 1:
         return None
     text = parts[0] if parts else config
-    found = [text[key] for key in _CONTEXTS if isinstance(text.get(key), int)]
-    return found[0] if found else None
+    found = (parse_length(text.get(key)) for key in _CONTEXTS)
+    return next((length for length in found if length is not None), None)
+
+
+def parse_length(value: object) -> int | None:
+    """Return the length that a config names, or `None` if this value can't be one."""
+    return value if type(value) is int and value > 0 else None
 
 
 def _find_parts(config: Mapping[str, Any], names: Iterable[str]) -> list[Mapping[str, Any]]:

@@ -104,6 +104,7 @@ def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path: Path) -> None:
         ({"thinker_config": {"text_config": {"max_position_embeddings": 9}}}, 9),
         ({"decoder": {"max_position_embeddings": 3}, "text_config": {}}, None),
         ({"encoder_config": {"max_position_embeddings": 3}}, None),
+        *(({"max_position_embeddings": odd}, None) for odd in (0, -5, True, "7", 7.5, None)),
         ({}, None),
     ],
 )
@@ -150,3 +151,48 @@ def test_odd_values_in_a_config_raise_no_other_error(changes: dict[str, Any]) ->
 
 def test_code_of_the_checkpoint_may_make_up_for_what_the_config_lacks(tmp_path: Path) -> None:
     look_into(write(tmp_path, {"auto_map": {"AutoConfig": "own.Config"}}, "vocab.txt"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "adapter_config.json"])
+@pytest.mark.parametrize("part", ["[", '{"a":'])
+def test_deeply_nested_json_is_refused(tmp_path: Path, name: str, part: str) -> None:
+    (write(tmp_path) / name).write_text(part * 100_000)
+    with pytest.raises(ModelError, match=f"{name} is not JSON: its values are nested too deeply"):
+        look_into(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("[" * 100_000, "is not JSON: its values are nested too deeply"),
+        ("[]", "is not a JSON object"),
+        ("{}", "its weight_map names no files"),
+        ('{"weight_map": {}}', "its weight_map names no files"),
+        ('{"weight_map": ["x.safetensors"]}', "its weight_map names no files"),
+    ],
+)
+def test_a_file_that_is_no_index_of_weights_is_refused(
+    tmp_path: Path, index: str, message: str
+) -> None:
+    directory = write(tmp_path, LLAMA, "vocab.txt")
+    (directory / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match=rf"model\.safetensors\.index\.json .*{message}"):
+        look_at(str(directory), needs_weights=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(5, None, True, ["x.safetensors"], "", ".", "pytorch_model.bin", ".safetensors"),
+        *("../x.safetensors", "a/../../x.safetensors", "/x.safetensors", "a\0.safetensors"),
+        *("\ud800.safetensors", "\x1b[31m.safetensors", f"{'x' * 5000}.safetensors"),
+    ],
+    ids=lambda name: repr(name)[:30],
+)
+def test_an_index_names_no_files_but_weights_in_its_directory(tmp_path: Path, name: object) -> None:
+    directory = write(tmp_path / "model", LLAMA, "vocab.txt")
+    (tmp_path / "x.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    index = {"weight_map": {"a": "x.safetensors", "b": name}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="is not the name of a safetensors file in the same dir"):
+        look_at(str(directory), needs_weights=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from sensorium.checkpoints.files import get_num_weight_bytes, read_tensors
+from sensorium.checkpoints.safetensors_header import get_num_weight_bytes, read_tensors
 from sensorium.types.errors import ModelError
 
 
@@ -46,4 +48,55 @@ def test_a_file_without_its_end_is_refused_with_both_sizes(path: Path, num_missi
 def test_a_file_without_a_header_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(ModelError, match=f"{path} is not a safetensors file"):
+        read_tensors(path)
+
+
+WHOLE = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+def lacking(key: str) -> dict[str, object]:
+    return {name: value for name, value in WHOLE.items() if name != key}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"[" * 100_000, b'{"a":' * 100_000, b"[1]", b"null", b"{}"),
+        *({"a": 5}, {"a": None}, {"__metadata__": 5}, {"__metadata__": {"a": 5}, "a": WHOLE}),
+        *({"a": lacking(key)} for key in WHOLE),
+        *({"a": WHOLE | {"dtype": dtype}} for dtype in (5, None, ["F32"], "F64")),
+        *(
+            {"a": WHOLE | {"shape": shape}}
+            for shape in ("ab", ["4"], None, [-4], [4.5], [float("inf")], [2**62] * 4, [2, 3], [0])
+        ),
+        *(
+            {"a": WHOLE | {"data_offsets": offsets}}
+            for offsets in (
+                *([], [0], [0, 16, 16], {"1": 2}, ["0", "16"], [0, 16.5], [-16, 0], [16, 0]),
+                *([0, float("inf")], [0, float("nan")], [0, 10**30], [4, 20]),
+            )
+        ),
+        {"a": WHOLE, "b": WHOLE},
+        {"a": WHOLE, "b": WHOLE | {"data_offsets": [20, 36]}},
+    ],
+    ids=lambda header: str(header)[:60],
+)
+def test_a_wrong_header_is_refused_by_us_and_by_the_library(path: Path, header: object) -> None:
+    content = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(content).to_bytes(8, "little") + content + bytes(16))
+    with pytest.raises(ModelError, match=f"^{path} is (not a safetensors file, or is )?damaged: "):
+        read_tensors(path)
+    with pytest.raises(SafetensorError), safe_open(path, "pt"):
+        pass
+
+
+def test_a_file_with_more_than_its_tensors_is_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(ModelError, match=f"{path} is damaged: it has"):
+        read_tensors(path)
+
+
+def test_a_file_that_can_not_be_read_is_named(path: Path) -> None:
+    path.unlink()
+    with pytest.raises(ModelError, match=f"{path} can't be read: No such file"):
         read_tensors(path)

@@ -42,6 +42,13 @@ def make_groups(*windows: int | None) -> tuple[LayerGroup, ...]:
     )
 
 
+@pytest.mark.parametrize("odd", [0, -5, True, "7", 7.5])
+def test_a_context_that_is_no_length_is_not_known(odd: Any) -> None:
+    with pytest.raises(ModelError, match="has no context length: set max_model_len"):
+        resolve(OPTIONS, context=odd)
+    assert resolve(replace(OPTIONS, max_model_len=32), context=odd).limits.max_model_len == 32
+
+
 def resolve(
     options: EngineOptions, *windows: int | None, context: int | None = 4096, **changes: Any
 ) -> EngineConfig:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from sensorium.checkpoints.files import get_num_weight_bytes
+from sensorium.checkpoints.safetensors_header import get_num_weight_bytes
 from sensorium.core.admission import Limits
 from sensorium.engine.build.config import (
     OVERLAP_DEVICES,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from sensorium.checkpoints.files import get_num_weight_bytes
+from sensorium.checkpoints.first_look import parse_length
+from sensorium.checkpoints.safetensors_header import get_num_weight_bytes
 from sensorium.engine.build.builder import build_engine
 from sensorium.engine.build.frontend import (
     Frontend,
@@ -48,7 +49,8 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
         **restrictions.switched_off,
         **_find_switched_off(frontend),
     }
-    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text_config = config.get_text_config(decoder=True)
+    context = parse_length(getattr(text_config, "max_position_embeddings", None))
     named = "not named in its config" if context is None else f"{context} tokens"
     unknown = "passed its trial" if is_tried else "a trial at start decides (see --try)"
     if is_recogniser(config):

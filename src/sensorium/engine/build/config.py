@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from sensorium.checkpoints.first_look import check_context
+from sensorium.checkpoints.first_look import check_context, parse_length
 from sensorium.core.admission import Limits
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
@@ -114,8 +114,8 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
     Raises a `ModelError` if neither is known, or if the user's value exceeds the model's.
     """
     context = CONTEXT if is_recogniser(text_config) else None
-    context = context or getattr(text_config, "max_target_positions", None)
-    context = context or getattr(text_config, "max_position_embeddings", None)
+    for key in ("max_target_positions", "max_position_embeddings"):
+        context = context or parse_length(getattr(text_config, key, None))
     max_model_len: int | None = options.max_model_len or context
     if max_model_len is None:
         raise ModelError("the model's config has no context length: set max_model_len")

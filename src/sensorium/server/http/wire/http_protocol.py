@@ -159,10 +159,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._num_head_bytes > MAX_HEAD_BYTES:
-            if self._is_answered:
-                self.transport.write(TOO_LARGE)
-            self.transport.close()
-        elif self._is_in_head and self._timer is None:
+            self._end_with(TOO_LARGE)
+        elif self._timer is None and (self._is_in_head or self._is_idle):
             self._start_timer()
 
     def on_message_begin(self) -> None:
@@ -183,10 +181,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 return  # this method is called once more, for that head
         self._stop_timer()
         self._is_in_head = False
-        self._is_in_body = True
         lengths = [int(value) for name, value in self.headers if name == _LENGTH]
         self._num_expected = lengths[0] if lengths else None
         super().on_headers_complete()
+        self._is_in_body = True
         self._unanswered.append(self.cycle)
         if self.pipeline and self._next_peer_look is None:
             self._look_at_peer_later()
@@ -218,9 +216,19 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._turns.drop()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - `_refusal` says more
-        """Answer what stopped the parser, unless another request waits for its answer."""
-        if self._is_answered:
-            self.transport.write(self._refusal)
+        self._end_with(self._refusal)
+
+    def _end_with(self, response: bytes) -> None:
+        """Close the connection, with this response to the request that is not complete yet.
+
+        It is not sent if that request has a response, or another one waits for its own.
+        """
+        if self._is_in_body and len(self._unanswered) == 1 and not self.cycle.response_started:
+            self.cycle.disconnected = True  # its handler can send nothing more
+            self.cycle.message_event.set()
+            self.transport.write(response)
+        elif not self._is_in_body and self._is_answered:
+            self.transport.write(response)
         self.transport.close()
 
     def on_body(self, body: bytes) -> None:
@@ -264,6 +272,15 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def _is_answered(self) -> bool:
         """Whether no request of this connection waits for the end of its response."""
         return self.cycle is None or self.cycle.response_complete
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing would end a connection from which nothing comes any more.
+
+        uvicorn forgets its timeout when something comes, be it only a line break.
+        """
+        has_timeout = self.timeout_keep_alive_task is not None or self._is_upgrade
+        return self._is_answered and not has_timeout
 
     def _look_at_peer_later(self) -> None:
         self._next_peer_look = self.loop.call_later(_PEER_LOOK_S, self._look_at_peer)

@@ -49,6 +49,25 @@ def test_the_rest_of_a_refused_body_is_not_awaited_for_ever() -> None:
         assert read_to_the_end(connection).startswith(b"HTTP/1.1 413")
 
 
+@pytest.mark.parametrize("rest", ["\r\n", "\r", "\n"])
+def test_line_breaks_after_a_request_do_not_hold_the_connection(rest: str) -> None:
+    with serve(http=SOON) as running, send(running, REQUEST) as connection:
+        assert b"200 OK" in connection.recv(65536)
+        connection.sendall(rest.encode())
+        connection.settimeout(10)
+        assert read_to_the_end(connection) == b""
+
+
+def test_a_refused_body_that_ends_does_not_hold_the_connection() -> None:
+    size = 2**21
+    head = f"{HEAD}content-length: {size}\r\n\r\n"
+    with serve(http=SOON, max_body_mb=1) as running, send(running, head) as connection:
+        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+        connection.sendall(b" " * size)
+        connection.settimeout(10)
+        assert read_to_the_end(connection) == b""
+
+
 def test_an_answer_that_takes_long_is_not_cut_off() -> None:
     """Nor is one behind which the head of another request has begun."""
 
