@@ -23,6 +23,7 @@ from sensorium.cli.models import add_models
 from sensorium.cli.serve import add_demo, add_serve
 from sensorium.cli.transcribe import add_transcribe
 from sensorium.types.errors import SensoriumError
+from sensorium.utils.openmp import wait_without_spinning
 from sensorium.utils.printable import make_printable
 
 _LEAST_LIKENESS = 0.75  # of two words that may be the same one
@@ -37,6 +38,7 @@ def main() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show what models write
+    wait_without_spinning()
     try:
         try:
             arguments = _parse_arguments()

@@ -27,6 +27,7 @@ from sensorium.server.processes.shared_resources import (
 )
 from sensorium.server.processes.supervisor import Commands
 from sensorium.types.errors import EngineLostError, ModelError
+from sensorium.utils.openmp import get_wait_variables
 
 logger = logging.getLogger(__name__)
 _END_S = 20.0
@@ -73,7 +74,7 @@ class CoreHost:
             CORE,
             Commands().core,
             inherited_fds=[fd for fd in inherited if fd is not None],
-            environment=os.environ | {"PYTHONPATH": path},
+            environment=os.environ | get_wait_variables(os.environ) | {"PYTHONPATH": path},
         )
         self._core.send(start)
         self._tasks.append(asyncio.create_task(self._follow(self._core)))
