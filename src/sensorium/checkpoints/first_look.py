@@ -193,7 +193,7 @@ def _has_any(directory: Path, patterns: Iterable[str], *, besides: str = "") -> 
 
 
 def _takes_media(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is that of a model whose media needs a processor."""
+    """Return whether a model with this config takes media, so that it needs a processor."""
     if config.get("model_type") in _PERCEIVERS:
         return True
     return any(config.get(marker) is not None for marker in _MARKERS)

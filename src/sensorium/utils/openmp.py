@@ -1,9 +1,9 @@
 """Makes PyTorch's threads give up their core while they wait for one another.
 
-A CPU computes a layer with several threads (OpenMP), which meet many hundred times in a step. By
-default a thread that is first spins for about a millisecond before it sleeps. Where another process
-wants the core, one thread then spins while the other has none to compute on: with one busy process
-beside them, two threads on two cores took 150 ms for a token instead of 9. ADR 54.
+A CPU computes a layer with several threads (OpenMP), which wait for one another after each
+operation. By default a thread that waits spins 300,000 rounds before it sleeps. Where another
+process wants the core, one thread then spins while the other has no core to compute on: with one
+busy process beside them, two threads on two cores took 150 ms for a token instead of 9. ADR 54.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# About ten microseconds, which most meetings take at most.
+# Rounds: fewer cost more when nothing else runs, because a thread that sleeps must be woken.
 _NUM_SPINS = "3000"
 _POLICY, _COUNT = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"  # of the GNU library, which PyTorch has
 
