@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
@@ -40,6 +41,7 @@ _FAILED = make_response(
     ApiError("The server failed on this handshake.", status=500, reason="internal", is_bug=True)
 )
 _MAX_WORDS = 200  # characters of a reason, which may quote the client
+_HOLD_S = 1.0  # for which a connection that broke a limit or the protocol lives on, unread
 
 
 class LimitedWebSocket(WebSocketsSansIOProtocol):
@@ -48,6 +50,9 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     A handshake that the library can't parse is refused at once. uvicorn would not notice it, and
     keep the connection for ever. A client that breaks a limit gets a close frame with its reason:
     1009 for too many fragments, 1008 for too many control frames, 1007 for text that is no UTF-8.
+    Its connection stays open a moment longer, but is not read: a client that connects again at once
+    would else take as much of the server as without a limit. It also gets to read the close frame,
+    which a reset, the answer to what it still sends, might make it lose.
 
     A client that sends faster than it is read can't answer a ping in time: the answer waits behind
     all that it has sent. So it counts as alive while it sends. While reading is paused, the kernel
@@ -57,6 +62,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._has_failed = False  # it is not read any more
         self._is_heard = False  # something was received since the last ping
         self._num_acknowledged = 0  # bytes, before the last ping
         now = self.loop.time()
@@ -65,7 +71,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self._turns = Turns(
             self.loop,
             parse=self._parse,
-            is_held=lambda: self.read_paused,
+            is_held=lambda: self.read_paused or self._has_failed,
             get_size=lambda: _PORTION_BYTES,
             pieces=Allowance(_MAX_PIECES, per_s=_PIECES_PER_S, now=now),
         )
@@ -117,22 +123,36 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def _fail(self, code: CloseCode, reason: str) -> None:
         """Close the connection as after a frame that can't be parsed. The handler gets the code."""
-        if not self.transport.is_closing():
+        if not (self._has_failed or self.transport.is_closing()):
             self.conn.fail(code, reason)
             self.handle_parser_exception()
 
     def handle_parser_exception(self) -> None:
-        if self.conn.close_sent is None:  # it was not accepted yet, so there are no close frames
-            self.transport.close()
-        else:
-            super().handle_parser_exception()
+        sent = self.conn.close_sent
+        if sent is None:  # it was not accepted yet, so there are no close frames
+            self._close()
+            return
+        self.queue.put_nowait(
+            {"type": "websocket.disconnect", "code": sent.code, "reason": sent.reason}
+        )
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self.close_sent = self._has_failed = True
+        self._turns.drop()
+        self.transport.pause_reading()
+        self._set_timer(_HOLD_S, self._close)
+
+    def _close(self) -> None:
+        self.transport.close()
         self._abort_later()
 
     def _abort_later(self) -> None:
         """Drop the connection if its client does not take what was written before it was closed."""
+        self._set_timer(self.close_timeout, self.transport.abort)
+
+    def _set_timer(self, delay_s: float, end: Callable[[], None]) -> None:
         if self.close_timer is not None:
             self.close_timer.cancel()
-        self.close_timer = self.loop.call_later(self.close_timeout, self.transport.abort)
+        self.close_timer = self.loop.call_later(delay_s, end)
 
     def send_receive_event_to_app(self) -> None:
         """Give a message to the handler, unless it is text that is no UTF-8.

@@ -75,10 +75,38 @@ def test_a_message_in_too_many_fragments_is_closed_with_its_code() -> None:
     assert line.transport.aborted >= line.transport.closed + 10.0
 
 
+def test_a_connection_that_broke_a_limit_is_held_unread_for_a_second() -> None:
+    """Else its client would connect again at once, and send as much."""
+    line = open_websocket()
+    line.protocol.data_received(FIRST + fill(FRAGMENT))
+    while line.protocol.queue.empty():
+        assert line.loop.run_turn()
+    failed_at = line.loop.now
+    num_parsed = len(line.given)
+    assert line.transport.closed is None
+    asyncio.run(line.protocol.receive())  # the handler learns of it at once
+    line.protocol.data_received(fill(FRAGMENT))  # which the transport had read before
+    line.loop.run_until(failed_at + 0.9)
+    assert not line.transport.is_reading
+    assert line.transport.closed is None
+    line.loop.run_until(failed_at + 1.1)
+    assert line.transport.closed is not None
+    assert len(line.given) == num_parsed
+
+
+def test_a_server_that_stops_does_not_hold_a_connection_that_broke_a_limit() -> None:
+    line = open_websocket()
+    line.protocol.data_received(fill(PING))
+    while line.protocol.queue.empty():
+        assert line.loop.run_turn()
+    line.protocol.shutdown()
+    assert line.transport.closed is not None
+
+
 def test_too_many_pings_are_closed_with_their_code() -> None:
     line = open_websocket()
     line.protocol.data_received(fill(PING))
-    line.loop.run_until(1.0)
+    line.loop.run_until(3.0)
     assert line.transport.closed is not None
     assert line.protocol.queue.get_nowait()["code"] == 1008
     assert line.transport.written.count(b"\x8a\x00") <= MAX_CONTROL_FRAMES + 256  # pongs
