@@ -1,11 +1,11 @@
-"""Writes the figures of README.md and docs/figures.md from the records of the benchmarks.
+"""Writes the figures of README.md, docs/figures.md and docs/security.md from the records.
 
     python scripts/make_figures_doc.py [--check]
 
 docs/figures.md is `scripts/figures_page.txt` with each `{record/path:format}` replaced by the
 number at that place of `benchmarks/records/RECORD.json`, and with the tables of two servers that
-were measured beside each other. README.md has such a table between two marks. `--check` writes
-nothing and fails if a page says something else.
+were measured beside each other. README.md has such a table between two marks, docs/security.md one
+of what attacks cost. `--check` writes nothing and fails if a page says something else.
 """
 
 from __future__ import annotations
@@ -26,9 +26,25 @@ RECORDS = ROOT / "benchmarks" / "records"
 TEMPLATE = Path(__file__).parent / "figures_page.txt"
 PAGE = ROOT / "docs" / "figures.md"
 README = ROOT / "README.md"
+SECURITY = ROOT / "docs" / "security.md"
 MARKS = "<!-- made by scripts/make_figures_doc.py -->", "<!-- until here -->"
 # The README prints a row from the first of these that has it, and the ratios of all.
 SHAPES = {"3B": "beside_vllm_3b", "7B": "beside_vllm_7b", "Whisper": "beside_vllm_whisper"}
+# In the order of the page. The name is that of the benchmark.
+ATTACKS = {
+    "9 long text": "texts of 8 MB, four clients, each two seconds after its last answer",
+    "10 enlarged media": "small pictures whose options ask for large ones, ten a second",
+    "11 slow hosts": "64 slow addresses in a request",
+    "12 costly media": "videos of 50 gigapixels in 100 KB, which are refused",
+    "12 costly media within the limits": "videos of 7 gigapixels, which are decoded, without end",
+    "13 slow bodies": "512 bodies that drip",
+    "14 full disk": "a full disk of temporary files",
+    "16 greedy stream": "128 completions that the client never reads",
+    "22 bad handshakes": "handshakes of WebSockets that can't be parsed, without end",
+    "23 small pieces": "fragments, pings and chunks of a few bytes, as fast as they are taken",
+    "24 long prompts": "prompts that fill the context, without end",
+    "21 endless speech": "1.5 seconds of audio with options that make a Whisper write without end",
+}
 _WAIT = "ttft_p50_ms"
 _TIMES = ("ms", "s")  # less is better
 _UNITS = {"requests_per_s": "requests/s", "tokens_per_s": "tokens/s"}
@@ -168,6 +184,21 @@ def _print_ratios(rows: Sequence[Row]) -> str:
     return " ".join([first, *(f"({wait})" for wait in waits)])
 
 
+def make_attacks_table(record: Record) -> str:
+    """Return how much longer neighbours wait beside each attack."""
+    rows = []
+    for name, what in ATTACKS.items():
+        found = record["figures"][name]
+        if found["faults"]:
+            sys.exit(f"the record attack_costs has wrong answers beside the attack {name!r}")
+        kinds = found["kinds"].values()
+        longest = max(kind["longest_longer_s"] for kind in kinds)
+        ratios = [f"{kind['median_ratio']:.2f}\N{MULTIPLICATION SIGN}" for kind in kinds]
+        rows.append([what, *ratios, f"{max(longest, 0):+.1f} s"])
+    header = ["attack", "text", "picture, cached", "picture, new", "longest wait, at most"]
+    return print_table(header, rows)
+
+
 # ---- pages
 
 
@@ -176,19 +207,28 @@ def make_page(template: str) -> str:
     return RecordFormatter().vformat(template, (), tables)
 
 
-def make_readme(text: str) -> str:
-    """Return the page with the table that the records give, and all else as it is."""
+def put_table(text: str, table: str) -> str:
+    """Return the page with this table between its marks, and all else as it is."""
     head, rest = text.split(f"{MARKS[0]}\n")
     tail = rest.split(MARKS[1])[1]
-    table = make_readme_table({shape: read_record(name) for shape, name in SHAPES.items()})
     return f"{head}{MARKS[0]}\n{table}\n{MARKS[1]}{tail}"
 
 
+def make_pages() -> dict[Path, str]:
+    records = {shape: read_record(name) for shape, name in SHAPES.items()}
+    attacks = make_attacks_table(read_record("attack_costs"))
+    return {
+        PAGE: make_page(TEMPLATE.read_text()),
+        README: put_table(README.read_text(), make_readme_table(records)),
+        SECURITY: put_table(SECURITY.read_text(), attacks),
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the figures of README.md and figures.md.")
+    parser = argparse.ArgumentParser(description="Write the figures of three pages.")
     parser.add_argument("--check", action="store_true", help="only compare")
     arguments = parser.parse_args()
-    pages = {PAGE: make_page(TEMPLATE.read_text()), README: make_readme(README.read_text())}
+    pages = make_pages()
     old = [path for path, page in pages.items() if not path.exists() or path.read_text() != page]
     if not arguments.check:
         for path in old:
