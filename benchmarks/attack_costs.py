@@ -47,7 +47,7 @@ from records import write_record
 MODEL = "sensorium-mini"
 MAX_RATIO = 2.0
 MAX_LONGER_S = 3.0
-_WARM_S = 25.0  # the second process for media starts behind the first questions
+_WARM_S = 25.0  # of questions, before the first window
 _MAX_END_S = 300.0  # for the requests of an attacker that are under way
 Attack = Callable[[str], AbstractContextManager[Any]]
 

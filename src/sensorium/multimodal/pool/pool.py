@@ -83,7 +83,6 @@ class Slot:
 
     def _work(self) -> None:
         try:
-            self._let_the_first_start()
             while not self._queue.is_closed:
                 if self.process is not None:
                     self._serve(self.process)
@@ -98,18 +97,6 @@ class Slot:
             if self.process is not None:
                 self.process.close(_GRACE_S)
             self._queue.close()
-
-    def _let_the_first_start(self) -> None:
-        """Wait until the first worker process of the pool has started, or has failed to start.
-
-        The slot of that process itself does not wait. Starting two at once takes twice as long on a
-        machine with few cores, and the server needs one worker as soon as possible.
-        """
-        first = self._slots[0]
-        while first is not self and not (first.was_ready or first._num_failed_starts):
-            if self._queue.is_closed:
-                return
-            self._queue.wait_until_closed(_IDLE_CHECK_S)
 
     def _may_start(self) -> bool:
         """Return True if a worker may be started now, after a pause if the last start failed.
