@@ -68,13 +68,19 @@ def test_some_random_requests_give_the_reference_tokens(
 def test_random_requests_give_the_reference_tokens(
     reference_of: ReferenceOf, family: str, seed: int
 ) -> None:
-    stress = Stress(reference_of(family), seed)
-    tally = stress.run()
-    assert tally.differences == []
-    assert set(tally.compared_names) == {entry.case.name for entry in stress.expected}
-    assert tally.num_engines == NUM_ENGINES
-    assert len(stress.expected) == NUM_REQUESTS
-    assert has_seen_all(tally, family), tally
+    """On four engines, and four more with other requests if those have not seen all."""
+    total = Tally()
+    for each in (seed, seed + 1):
+        stress = Stress(reference_of(family), each)
+        tally = stress.run()
+        assert tally.differences == []
+        assert set(tally.compared_names) == {entry.case.name for entry in stress.expected}
+        assert tally.num_engines == NUM_ENGINES
+        assert len(stress.expected) == NUM_REQUESTS
+        total.add(tally)
+        if has_seen_all(total, family):
+            break
+    assert has_seen_all(total, family), total
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_newcomers_have_their_first_token_in_the_next_step(
 ) -> None:
     """However many long prompts there are, half of a step is for those that are not long.
 
-    As such counts one of which a single token is left.
+    One that has a single token left counts as such.
     """
     driver = make_driver(budget, threshold, pause)
     for index, length in enumerate(lengths):

@@ -120,9 +120,10 @@ def _deploy(arguments: argparse.Namespace) -> None:
             use_tqdm=options.loading.use_tqdm_on_load,
         )
         look_into(directory, max_model_len=options.engine.max_model_len)
+    signals = Signals()
+    signals.install()
     _connect(ray, scale)
-    # Ray's own handler would abort this process with a dump of its stack.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signals.install()  # Ray's own handler would abort this process with a dump of its stack
     with _explaining_start():
         serve.start(http_options={"host": options.host, "port": port})
     print(f"Sensorium: starting {scale.replicas} engine(s) of {options.model_label}", flush=True)
@@ -131,17 +132,47 @@ def _deploy(arguments: argparse.Namespace) -> None:
     except RuntimeError as error:  # the words of Ray, with those of the process that failed
         reason = _find_reason(serve) or error
         raise ModelError(f"the application could not be started: {reason}") from error
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    signals.end_start()
     print(f"Sensorium is ready: http://{options.host}:{port}", flush=True)
-    stop.wait()
+    signals.wait()
     if scale.ray_address is None:
         print("Sensorium: waiting for requests in flight", flush=True)
         _drain(serve, options.shutdown_timeout)
         # All of this Ray ends here. To end Ray Serve before would only make Ray report that a
         # process of its own was killed.
         ray.shutdown()
+
+
+class Signals:
+    """SIGINT and SIGTERM: they end the command while it starts, and later let it stop in peace.
+
+    What a handler raises is lost if it comes up in a finalizer, or where Ray catches everything. So
+    a signal is also remembered, and ends the command when the start is over.
+    """
+
+    def __init__(self) -> None:
+        self._is_starting = True
+        self._number: int | None = None  # of the last signal
+        self._came = threading.Event()
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, _: object) -> None:
+        self._number = number
+        self._came.set()
+        if self._is_starting:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    def end_start(self) -> None:
+        """End the command if there was a signal, and let the next one end `wait`."""
+        self._is_starting = False
+        if self._number is not None:
+            sys.exit(128 + self._number)
+
+    def wait(self) -> None:
+        self._came.wait()
 
 
 def _set_variables(scale: ScaleOptions) -> None:

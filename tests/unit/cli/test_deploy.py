@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from sensorium.cli.deploy import _connect, _make_options, make_config, parse_arguments
+from sensorium.cli.deploy import Signals, _connect, _make_options, make_config, parse_arguments
 from sensorium.scale.options import ScaleOptions
 from sensorium.types.errors import ModelError, RequestError
 
@@ -104,3 +108,37 @@ def test_a_ray_that_starts_too_slowly_is_told_with_the_cure() -> None:
     assert "--ray-address auto" in words
     assert "less busy" in words
     assert "\n" not in words
+
+
+@pytest.fixture
+def signals() -> Iterator[Signals]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signals = Signals()
+    signals.install()
+    yield signals
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_ends_a_start_even_if_its_exception_is_lost(
+    signals: Signals, number: signal.Signals, kind: type[BaseException]
+) -> None:
+    with pytest.raises(kind):
+        os.kill(os.getpid(), number)
+    with suppress(BaseException):  # as a finalizer does
+        os.kill(os.getpid(), number)
+    with pytest.raises(SystemExit) as caught:
+        signals.end_start()
+    assert caught.value.code == 128 + number
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_start_lets_the_application_stop_in_peace(
+    signals: Signals, number: signal.Signals
+) -> None:
+    signals.end_start()
+    os.kill(os.getpid(), number)
+    signals.wait()
