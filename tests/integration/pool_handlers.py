@@ -146,6 +146,12 @@ def make_servant_unless_broken(settings: bytes) -> Servant:
     return Servant(settings)
 
 
+def make_servant_when_allowed(settings: bytes) -> Servant:
+    while not (Path(settings.decode()) / "allowed").exists():
+        time.sleep(0.01)
+    return Servant(settings)
+
+
 def make_nothing(settings: bytes) -> Servant:
     with (Path(settings.decode()) / "starts").open("a") as file:
         file.write("x")

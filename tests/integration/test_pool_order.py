@@ -80,16 +80,16 @@ def test_a_job_that_waits_too_long_is_refused_for_want_of_capacity(
     (tmp_path / "release").touch()
 
 
-def test_the_second_worker_starts_when_the_first_is_ready(make_pool: MakePool) -> None:
-    pool = make_pool(3)
-    pool.start()
-    while True:
+def test_all_workers_start_together(tmp_path: Path) -> None:
+    pool = ProcessPool(3, handler=f"{HANDLER}_when_allowed", settings=str(tmp_path).encode())
+    try:
+        pool.start()
+        wait_until(lambda: len(pool.get_process_ids()) == 3)
+        assert pool.is_starting
+        (tmp_path / "allowed").touch()
+        assert pool.wait_until_ready(SOON_S)
         process_ids = pool.get_process_ids()
-        if not pool.is_starting:  # asked afterwards: it never becomes true again
-            break
-        assert len(process_ids) <= 1
-    assert pool.wait_until_ready(SOON_S)
-    process_ids = pool.get_process_ids()
-    assert len(process_ids) == 3
-    pool.close()
+        assert len(process_ids) == 3
+    finally:
+        pool.close()
     assert not any(map(is_running, process_ids))
