@@ -207,7 +207,7 @@ class LongPrompts:
         return claimer if is_urgent else None
 
     def _find(self, entries: Iterable[_Entry]) -> _Entry | None:
-        """Return the long prompt whose turn it is, or `None` if there is none."""
+        """Return the long prompt that comes first in this turn, or `None` if there is none."""
         entries = list(entries)
         kept = [entry for entry in entries if entry.request.request_id == self._kept_by]
         key = _get_order if self._is_turn_of_first else _get_length

@@ -138,7 +138,8 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.transport.write(b"".join(self.conn.data_to_send()))
         self.close_sent = self._has_failed = True
         self._turns.drop()
-        self.transport.pause_reading()
+        if not self.transport.is_closing():  # the client may have left meanwhile
+            self.transport.pause_reading()
         self._set_timer(_HOLD_S, self._close)
 
     def _close(self) -> None:

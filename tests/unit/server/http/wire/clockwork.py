@@ -88,6 +88,8 @@ class FakeTransport:
         return None
 
     def pause_reading(self) -> None:
+        if self.is_closing():
+            raise RuntimeError("uvloop refuses this after the end")
         self.is_reading = False
 
     def resume_reading(self) -> None:

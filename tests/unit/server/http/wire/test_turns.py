@@ -103,6 +103,21 @@ def test_a_server_that_stops_does_not_hold_a_connection_that_broke_a_limit() -> 
     assert line.transport.closed is not None
 
 
+def test_a_client_that_leaves_when_it_broke_a_limit_is_no_fault() -> None:
+    line = open_websocket()
+    write = line.transport.write
+
+    def write_in_vain(data: bytes) -> None:
+        write(data)
+        if data.startswith(b"\x88"):  # the close frame
+            line.transport.close()
+
+    line.transport.write = write_in_vain  # type: ignore[method-assign]
+    line.protocol.data_received(fill(PING))
+    line.loop.run_until(3.0)
+    assert line.protocol.queue.get_nowait()["code"] == 1008
+
+
 def test_too_many_pings_are_closed_with_their_code() -> None:
     line = open_websocket()
     line.protocol.data_received(fill(PING))
