@@ -80,7 +80,7 @@ ATTACKS: dict[str, tuple[tuple[str, ...], Attack]] = {
 }
 # Attacks on another model than the embedded one: what makes it, and the neighbours.
 OTHERS: dict[str, tuple[Callable[[Path], str], type[Neighbours]]] = {
-    "21 endless speech": (endless_speech.make_model, endless_speech.Listeners),
+    "21 endless speech": (endless_speech.make_model, endless_speech.OpenStreams),
 }
 
 

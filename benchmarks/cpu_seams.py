@@ -25,7 +25,7 @@ from qwen_shapes import make_config
 from random_qwen import GRID, PATCH_ELEMENTS
 from records import write_record
 from sensorium.embedded.cache import find_embedded_model
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.seams.comparing import CausalAttention
 
@@ -33,7 +33,7 @@ NUM_TOKENS = (1, 8, 64, 512)
 NUM_LAYERS = 4
 
 
-def make_wide() -> ModelAdapter:
+def make_wide() -> HfModel:
     import transformers
 
     config = make_config("3b")
@@ -46,10 +46,10 @@ def make_wide() -> ModelAdapter:
     model = transformers.Qwen2_5_VLForConditionalGeneration._from_config(
         config, dtype=torch.float32
     )
-    return ModelAdapter(model.eval())
+    return HfModel(model.eval())
 
 
-def make_mini() -> ModelAdapter:
+def make_mini() -> HfModel:
     directory = str(find_embedded_model())
     return load_model(
         directory, load_config(directory), dtype=torch.float32, device=torch.device("cpu")
@@ -67,35 +67,35 @@ def compare(ours: Callable[[], Any], theirs: Callable[[], Any], num_rounds: int)
     return round(statistics.median(times[ours]) / statistics.median(times[theirs]), 3)
 
 
-def compare_products(adapter: ModelAdapter, num_tokens: int, num_rounds: int) -> float:
+def compare_products(hf_model: HfModel, num_tokens: int, num_rounds: int) -> float:
     ids = torch.arange(num_tokens) % 500
-    embeds, extra = adapter.embed(ids, None, None)
+    embeds, extra = hf_model.embed(ids, None, None)
     positions = torch.arange(num_tokens)
 
     def run() -> None:
-        shape = positions.expand(3, -1) if adapter.has_mrope else positions
-        adapter.forward(embeds, shape, CausalAttention(), extra)
+        shape = positions.expand(3, -1) if hf_model.has_mrope else positions
+        hf_model.forward(embeds, shape, CausalAttention(), extra)
 
     def run_paused() -> None:
-        with adapter.fusion.paused():
+        with hf_model.fusion.paused():
             run()
 
     return compare(run, run_paused, num_rounds)
 
 
-def compare_packing(adapter: ModelAdapter, num_rounds: int) -> float:
+def compare_packing(hf_model: HfModel, num_rounds: int) -> float:
     item = {
         "pixel_values": torch.randn(GRID * GRID, PATCH_ELEMENTS),
         "image_grid_thw": torch.tensor([[1, GRID, GRID]]),
     }
 
     def run() -> None:
-        with adapter.fusion.paused():
-            adapter.encode("image", [item], [GRID * GRID // 4])
+        with hf_model.fusion.paused():
+            hf_model.encode("image", [item], [GRID * GRID // 4])
 
     def run_own() -> None:
-        with adapter.own_attention():
-            adapter.encode("image", [item], [GRID * GRID // 4])
+        with hf_model.own_attention():
+            hf_model.encode("image", [item], [GRID * GRID // 4])
 
     return compare(run, run_own, num_rounds)
 
@@ -103,16 +103,16 @@ def compare_packing(adapter: ModelAdapter, num_rounds: int) -> float:
 @torch.inference_mode()
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {"num_threads": torch.get_num_threads(), "joined_products": {}}
-    for name, adapter in (("wide", make_wide()), ("mini", make_mini())):
-        adapter.fuse()
+    for name, hf_model in (("wide", make_wide()), ("mini", make_mini())):
+        hf_model.fuse()
         ratios = {
-            str(number): compare_products(adapter, number, arguments.rounds)
+            str(number): compare_products(hf_model, number, arguments.rounds)
             for number in NUM_TOKENS
         }
-        figures["joined_products"][name] = {"fused": str(adapter.fusion), "ratios": ratios}
+        figures["joined_products"][name] = {"fused": str(hf_model.fusion), "ratios": ratios}
         print(name, figures["joined_products"][name], flush=True)
         if name == "wide":
-            figures["packed_encoder"] = compare_packing(adapter, max(5, arguments.rounds // 4))
+            figures["packed_encoder"] = compare_packing(hf_model, max(5, arguments.rounds // 4))
             print("packed encoder", figures["packed_encoder"], flush=True)
     return figures
 

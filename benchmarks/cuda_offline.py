@@ -34,12 +34,12 @@ from qwen_shapes import IMAGE_PAD
 from random_qwen import Prompt, make_model, make_prompts, make_request
 from records import write_record
 from sensorium import ModelError
-from sensorium.engine.build.builder import build_engine_core
-from sensorium.engine.build.config import resolve_limits
-from sensorium.engine.build.memory import get_free_bytes, plan_memory
-from sensorium.engine.build.options import EngineOptions
+from sensorium.engine.assembly.builder import build_engine_core
+from sensorium.engine.assembly.config import resolve_limits
+from sensorium.engine.assembly.memory import get_free_bytes, plan_memory
+from sensorium.engine.assembly.options import EngineOptions
 from sensorium.engine.core_process.engine_core import EngineCore
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.multimodal import Transfer
 
@@ -149,7 +149,7 @@ def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
     The times are those on the device, those of the host until all is launched, and all.
     """
     runner, event = cast(Any, core.runner), cast(Any, torch.cuda.Event)
-    forward, compute_logits = runner._forward, runner._adapter.logits
+    forward, compute_logits = runner._forward, runner._hf_model.logits
     start, end = event(enable_timing=True), event(enable_timing=True)
 
     host_ms: list[float] = []
@@ -166,7 +166,7 @@ def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
         end.record()
         return logits
 
-    runner._forward, runner._adapter.logits = forward_and_time, compute_and_time
+    runner._forward, runner._hf_model.logits = forward_and_time, compute_and_time
     random, found = torch.Generator().manual_seed(0), {}
     for num_tokens in PROMPTS:
         times = []
@@ -183,7 +183,7 @@ def measure_prefills(core: EngineCore) -> dict[str, dict[str, float]]:
         found[str(num_tokens)] = {
             name: round(value, 2) for name, value in zip(names, columns, strict=True)
         }
-    runner._forward, runner._adapter.logits = forward, compute_logits
+    runner._forward, runner._hf_model.logits = forward, compute_logits
     return found
 
 
@@ -209,34 +209,34 @@ def run_ours(core: EngineCore, prompts: list[Prompt]) -> tuple[float, float, lis
 
 
 def build_core(
-    adapter: ModelAdapter, backend: str, mode: str, arguments: argparse.Namespace
+    hf_model: HfModel, backend: str, mode: str, arguments: argparse.Namespace
 ) -> tuple[EngineCore, dict[str, Any]]:
     """Return an engine, and what it is made of."""
     start = perf_counter()
     options = EngineOptions(
         max_model_len=arguments.text + 1024,
         max_num_seqs=max(get_batches(arguments)),
-        kv_cache_memory_bytes=(8 << 30) if adapter.device.type == "cuda" else (64 << 20),
+        kv_cache_memory_bytes=(8 << 30) if hf_model.device.type == "cuda" else (64 << 20),
         attention_backend=backend,
         enforce_eager=mode == "eager",
         fusion=mode == "fused",
     )
-    limits = resolve_limits(options, text_config=adapter.text_config, device=adapter.device)
+    limits = resolve_limits(options, text_config=hf_model.text_config, device=hf_model.device)
     memory = plan_memory(
-        adapter.config,
+        hf_model.config,
         options,
         limits=limits,
         weights_bytes=0,  # they are there already
-        element_size=adapter.dtype.itemsize,
-        device=adapter.device,
+        element_size=hf_model.dtype.itemsize,
+        device=hf_model.device,
     )
     core, config = build_engine_core(
-        adapter,
+        hf_model,
         options,
         receiver=MirrorReceiver(),
         limits=limits,
         memory=memory,
-        most_bytes=get_free_bytes(adapter.device, options.gpu_memory_utilization),
+        most_bytes=get_free_bytes(hf_model.device, options.gpu_memory_utilization),
     )
     return core, {
         "mode": mode,
@@ -249,10 +249,10 @@ def build_core(
 
 
 def measure_backend(
-    adapter: ModelAdapter, backend: str, mode: str, arguments: argparse.Namespace
+    hf_model: HfModel, backend: str, mode: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    core, figures = build_core(adapter, backend, mode, arguments)
-    if adapter.device.type == "cuda":
+    core, figures = build_core(hf_model, backend, mode, arguments)
+    if hf_model.device.type == "cuda":
         figures["prefill_ms"] = measure_prefills(core)
         figures["free_gib"] = round(torch.cuda.mem_get_info()[0] / 2**30, 2)
         print(figures, flush=True)
@@ -297,11 +297,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     speed = statistics.median(r[0] for r in reference)
     print(f"generate: {speed:.1f} tokens/s", flush=True)
-    adapter = ModelAdapter(model)  # from here on its decoder attends through pages
+    hf_model = HfModel(model)  # from here on its decoder attends through pages
     backends = []
     for mode, backend in itertools.product(arguments.modes, arguments.backends):
         try:
-            figures = measure_backend(adapter, backend, mode, arguments)
+            figures = measure_backend(hf_model, backend, mode, arguments)
         except ModelError as error:
             print(f"{backend}: {error}")
             continue
@@ -315,7 +315,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "model": "tiny" if arguments.tiny else "Qwen2.5-VL-3B shape, random",
         "num_parameters": num_parameters,
-        "dtype": str(adapter.dtype).removeprefix("torch."),
+        "dtype": str(hf_model.dtype).removeprefix("torch."),
         "num_prompt_tokens": len(_make_prompts(arguments, 1, seed=0)[0][0]),
         "num_output_tokens": NUM_OUTPUT_TOKENS,
         "generate_tokens_per_s": round(speed, 1),

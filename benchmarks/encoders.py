@@ -28,7 +28,7 @@ import torch
 from qwen_shapes import make_config
 from random_qwen import PATCH_ELEMENTS
 from records import write_record
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.seams.matrix_products import align_widths
 
 SIDE = 74  # patches of 14 × 14 along a side of 1024, as the processor rounds it
@@ -54,11 +54,11 @@ def make_tower(depth: int, device: str) -> Any:
     return model.eval()
 
 
-def make_items(num_images: int, adapter: ModelAdapter) -> tuple[list[dict[str, Any]], list[int]]:
+def make_items(num_images: int, hf_model: HfModel) -> tuple[list[dict[str, Any]], list[int]]:
     generator = torch.Generator().manual_seed(num_images)
     items = [
         {
-            "pixel_values": adapter.to_model(
+            "pixel_values": hf_model.to_model(
                 torch.randn(SIDE * SIDE, PATCH_ELEMENTS, generator=generator)
             ),
             "image_grid_thw": torch.tensor([[1, SIDE, SIDE]]),
@@ -71,12 +71,14 @@ def make_items(num_images: int, adapter: ModelAdapter) -> tuple[list[dict[str, A
 @torch.inference_mode()
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    adapter = ModelAdapter(make_tower(arguments.depth, device))
+    hf_model = HfModel(make_tower(arguments.depth, device))
     figures: dict[str, Any] = {"depth": arguments.depth, "device": device}
-    runs = {n: partial(adapter.encode, "image", *make_items(n, adapter)) for n in arguments.images}
+    runs = {
+        n: partial(hf_model.encode, "image", *make_items(n, hf_model)) for n in arguments.images
+    }
 
     def run_own(num_images: int) -> list[torch.Tensor]:
-        with adapter.own_attention():
+        with hf_model.own_attention():
             return runs[num_images]()
 
     expected = {num_images: run_own(num_images) for num_images in runs}
@@ -94,10 +96,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             entry["distance"][name] = get_distance(run(), expected[num_images])
             print(num_images, entry, flush=True)
 
-    figures["padded_modules"] = align_widths(adapter.model)
+    figures["padded_modules"] = align_widths(hf_model.model)
     measure_change("aligned")
-    adapter.fuse()
-    figures["fused"] = str(adapter.fusion)
+    hf_model.fuse()
+    figures["fused"] = str(hf_model.fusion)
     measure_change("fused")
     return figures
 

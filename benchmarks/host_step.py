@@ -55,7 +55,7 @@ KINDS = {
 }
 
 
-class ConstantAdapter:
+class ConstantModel:
     """A model whose forward pass returns a constant tensor. It has positions of three kinds."""
 
     device = CPU
@@ -112,7 +112,7 @@ def make_core(num_requests: int, num_tokens: int, *, has_graphs: bool) -> Engine
     )
     spec = LayerSpec(layer_index=0, num_kv_heads=1, key_dim=1, value_dim=1, window=None, source=0)
     groups = (KVCacheGroup(num_blocks=num_requests * (num_tokens // BLOCK_SIZE + 1) + 1),)
-    adapter: Any = ConstantAdapter(num_requests)
+    hf_model: Any = ConstantModel(num_requests)
     buffers = DecodeBuffers(
         groups=groups,
         block_size=BLOCK_SIZE,
@@ -122,10 +122,10 @@ def make_core(num_requests: int, num_tokens: int, *, has_graphs: bool) -> Engine
         has_long_factors=False,
         device=CPU,
     )
-    graphs = ConstantGraphs(buffers, adapter.logits(torch.empty(num_requests)))
+    graphs = ConstantGraphs(buffers, hf_model.logits(torch.empty(num_requests)))
     payloads = PayloadStore(MirrorReceiver())
     runner = ModelRunner(
-        adapter,
+        hf_model,
         kv_cache=KVCache(
             group_layers([spec]), groups, block_size=BLOCK_SIZE, dtype=torch.float32, device=CPU
         ),

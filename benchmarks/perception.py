@@ -42,16 +42,16 @@ from PIL import Image
 
 from records import write_record
 from sensorium import SamplingParams
-from sensorium.engine.build.frontend import (
+from sensorium.engine.assembly.frontend import (
     Caches,
-    Perception,
+    MediaParts,
     build_caches,
     build_frontend,
     build_receiver,
     build_store,
     read_checkpoint,
 )
-from sensorium.engine.build.options import LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import LoadingOptions, MediaOptions
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer, make_chats
 from sensorium.multimodal.cache.interface import ItemHandle, SenderCache
@@ -119,24 +119,24 @@ def make_png(width: int, height: int, *, noise: int = 256) -> bytes:
 
 
 @contextmanager
-def perceiving(**options: Any) -> Iterator[tuple[InputProcessor, Perception]]:
+def perceiving(**options: Any) -> Iterator[tuple[InputProcessor, MediaParts]]:
     """Build a frontend without an engine."""
     directory = str(make_family("qwen2_5_vl", ROOT / "build" / "tiny-models"))
     media = MediaOptions(mm_processor_kwargs={"size": USUAL_SIZE}, **options)
     loading = LoadingOptions(model=directory)
     caches = build_caches(media, build_store(media))
     frontend = build_frontend(loading, read_checkpoint(loading), media, caches)
-    perception = frontend.perception
+    media_parts = frontend.media_parts
     inputs = InputProcessor(
         frontend.processor,
-        pipeline=perception.pipeline,
+        pipeline=media_parts.pipeline,
         defaults=GenerationDefaults(),
         limit_mm_per_prompt={},
         mm_processor_kwargs=media.mm_processor_kwargs,
         seed=0,
     )
-    with closing(perception):
-        yield inputs, perception
+    with closing(media_parts):
+        yield inputs, media_parts
 
 
 def measure_hit(rounds: int) -> Figures:
@@ -149,7 +149,7 @@ def measure_hit(rounds: int) -> Figures:
     ]
     messages = [{"role": "user", "content": parts}]
     num_tokens = 0
-    with perceiving() as (inputs, perception):
+    with perceiving() as (inputs, media_parts):
         renderer = Renderer(inputs)
 
         def hit() -> None:
@@ -157,14 +157,14 @@ def measure_hit(rounds: int) -> Figures:
             (chat,) = make_chats(messages, {})
             processed = renderer.render(chat, SamplingParams()).processed
             num_tokens = len(processed.request.prompt_token_ids)
-            perception.caches.sender.release([item.handle for item in processed.items])
+            media_parts.caches.sender.release([item.handle for item in processed.items])
 
         def digest() -> None:
             hashlib.sha256(pybase64.b64decode(encoded, validate=True)).digest()
 
         hit()  # not one yet
         times = take_turns(rounds, hit=hit, base64_and_sha256=digest)
-        statistics_ = perception.caches.sender.statistics()
+        statistics_ = media_parts.caches.sender.statistics()
         assert statistics_.num_hits == statistics_.num_queries - 1
     return {
         "png_bytes": len(data),
@@ -177,23 +177,23 @@ def measure_hit(rounds: int) -> Figures:
 def measure_cold(rounds: int) -> Figures:
     batch = 8
     with perceiving(mm_processor_pool_size=1) as one, perceiving(mm_processor_pool_size=2) as two:
-        for _, perception in (one, two):
-            assert perception.pool is not None
-            assert perception.pool.wait_until_ready(300)
+        for _, media_parts in (one, two):
+            assert media_parts.pool is not None
+            assert media_parts.pool.wait_until_ready(300)
 
-        def run(inputs: InputProcessor, perception: Perception, pngs: list[bytes]) -> None:
+        def run(inputs: InputProcessor, media_parts: MediaParts, pngs: list[bytes]) -> None:
             def process(png: bytes) -> None:
                 prompt: Any = {
                     "prompt": "<|image_pad|>",
                     "multi_modal_data": {"image": png},
                 }
                 processed = inputs.process("r", prompt, SamplingParams(seed=1))
-                perception.caches.sender.release([item.handle for item in processed.items])
+                media_parts.caches.sender.release([item.handle for item in processed.items])
 
             with ThreadPoolExecutor(4) as threads:
                 list(threads.map(process, pngs))
 
-        def measure(frontend: tuple[InputProcessor, Perception]) -> float:
+        def measure(frontend: tuple[InputProcessor, MediaParts]) -> float:
             pngs = [make_png(1024, 1024, noise=16) for _ in range(batch)]
             start = perf_counter()
             run(*frontend, pngs)

@@ -49,7 +49,7 @@ from realtime_clients import (
     RATE,
     SPEECH_S,
     load_speech,
-    make_sound,
+    make_audio,
     measure_age,
     measure_sessions,
 )
@@ -59,9 +59,9 @@ from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
 from sensorium.core.scheduler import Scheduler
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.builder import build_core
-from sensorium.engine.build.frontend import read_checkpoint
-from sensorium.engine.build.options import EngineOptions, LoadingOptions
+from sensorium.engine.assembly.builder import build_core
+from sensorium.engine.assembly.frontend import read_checkpoint
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions
 from sensorium.engine.core_process import core_messages as messages
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.multimodal.cache.mirror import MirrorReceiver
@@ -83,7 +83,7 @@ TOKEN = 7
 # ---- the core, without a model
 
 
-class SilentAdapter(SimpleNamespace):
+class SilentModel(SimpleNamespace):
     """What the worker asks of a model, for one that computes nothing."""
 
     def __init__(self) -> None:
@@ -127,10 +127,12 @@ def make_core() -> EngineCore:
         max_num_encoder_embeds=2048,
     )
     groups = [KVCacheGroup(num_blocks=4 * WINDOW // BLOCK_SIZE, window=WINDOW)]
-    adapter: Any = SilentAdapter()
+    hf_model: Any = SilentModel()
     parts: Any = {"kv_cache": None, "attention": None}
     payloads = PayloadStore(MirrorReceiver())
-    runner = SilentRunner(adapter, groups=groups, block_size=BLOCK_SIZE, payloads=payloads, **parts)
+    runner = SilentRunner(
+        hf_model, groups=groups, block_size=BLOCK_SIZE, payloads=payloads, **parts
+    )
     scheduler = Scheduler(
         limits,
         kv_cache=KVCacheManager(groups, block_size=BLOCK_SIZE),
@@ -154,13 +156,13 @@ def run_session(num_items: int) -> Iterator[tuple[float, int, int]]:
     )
     features = np.zeros((BINS, FRAMES), np.float32)
     for index in range(num_items + PROMPT):
-        header = messages.encode_message(messages.AppendSound("session", BINS))
+        header = messages.encode_message(messages.AppendAudio("session", BINS))
         frame = memoryview(bytearray(features.tobytes()))
         began = perf_counter_ns()
         message = messages.decode_to_core(header)
-        if not isinstance(message, messages.AppendSound):
+        if not isinstance(message, messages.AppendAudio):
             raise TypeError(f"this is no AppendSound: {message}")
-        outputs = core.append_sound(message.request_id, messages.decode_sound(message, [frame]))
+        outputs = core.append_audio(message.request_id, messages.decode_audio(message, [frame]))
         while core.has_requests:
             outputs += core.step()
         cost_us = (perf_counter_ns() - began) / 1e3
@@ -270,7 +272,7 @@ def measure_engine(
         figures[str(count)] = found
     return {
         "sessions": figures,
-        "parameters": sum(p.numel() for p in built.adapter.model.parameters()),
+        "parameters": sum(p.numel() for p in built.hf_model.model.parameters()),
     }
 
 
@@ -290,15 +292,15 @@ def time_rounds(
                 stream=StreamSpec(num_delay_tokens=6),
             )
             core.add_request(request, Transfer())
-            core.append_sound(name, torch.randn(bins, PROMPT * FRAMES, generator=generator))
+            core.append_audio(name, torch.randn(bins, PROMPT * FRAMES, generator=generator))
         while core.has_requests:
             core.step()
         times: list[float] = []
         for _ in range(num_rounds):
-            sound = torch.randn(num_sessions, bins, FRAMES, generator=generator)
+            audio = torch.randn(num_sessions, bins, FRAMES, generator=generator)
             began = monotonic()
-            for name, features in zip(names, sound, strict=True):
-                core.append_sound(name, features)
+            for name, features in zip(names, audio, strict=True):
+                core.append_audio(name, features)
             num_tokens = 0
             while core.has_requests:
                 num_tokens += sum(len(output.new_token_ids) for output in core.step())
@@ -393,12 +395,12 @@ def main() -> None:
         else:
             most = max(arguments.counts)
             url = stack.enter_context(open_server(arguments.url, EMBEDDED_MODEL, most))
-            sound = make_sound(SPEECH_S) if arguments.tones else load_speech()
+            audio = make_audio(SPEECH_S) if arguments.tones else load_speech()
             figures = {"speech_s": SPEECH_S, "sessions": {}}
-            asyncio.run(measure_sessions(url, 1, sound, 1.0))  # not counted: the first is slower
+            asyncio.run(measure_sessions(url, 1, audio, 1.0))  # not counted: the first is slower
             for count in arguments.counts:
                 seconds = arguments.seconds or 30.0
-                found = asyncio.run(measure_sessions(url, count, sound, seconds))
+                found = asyncio.run(measure_sessions(url, count, audio, seconds))
                 print(f"{count} sessions: {json.dumps(found)}", flush=True)
                 figures["sessions"][str(count)] = found
     if arguments.plot is not None and curves:

@@ -28,7 +28,7 @@ def make_append(samples: Any) -> str:
     return json.dumps({"type": "input_audio_buffer.append", "audio": audio})
 
 
-def make_sound(seconds: float, seed: int = 0) -> Any:
+def make_audio(seconds: float, seed: int = 0) -> Any:
     """Return tones that change every 80 ms."""
     generator, times = np.random.default_rng(seed), np.arange(CHUNK) / RATE
     pitches = generator.uniform(80, 4000, int(seconds * RATE) // CHUNK)
@@ -51,10 +51,10 @@ async def measure_age(url: str, seconds: float, model: str | None) -> dict[str, 
         await socket.send(json.dumps({"type": "input_audio_buffer.commit"}))
         num_blocks = int(seconds * RATE) // (CHUNK * BLOCK_CHUNKS)
         for block in range(num_blocks):
-            sound = make_sound(BLOCK_CHUNKS * CHUNK / RATE, seed=block)
+            audio = make_audio(BLOCK_CHUNKS * CHUNK / RATE, seed=block)
             began = last = monotonic()
-            for start in range(0, len(sound), CHUNK):
-                await socket.send(make_append(sound[start : start + CHUNK]))
+            for start in range(0, len(audio), CHUNK):
+                await socket.send(make_append(audio[start : start + CHUNK]))
             while True:
                 try:
                     await asyncio.wait_for(socket.recv(), QUIET_S)
@@ -67,18 +67,18 @@ async def measure_age(url: str, seconds: float, model: str | None) -> dict[str, 
     return {"two seconds of sound over the WebSocket (ms)": costs}
 
 
-async def talk(socket: Any, sound: Any, until: float) -> list[float]:
+async def talk(socket: Any, audio: Any, until: float) -> list[float]:
     """Say a sound in real time, again and again, and return the lag of each text in seconds.
 
     Some noise is added each time, because a sound that was heard before would come from a cache.
     """
     lags = []
-    speech, generator = sound, np.random.default_rng()
+    speech, generator = audio, np.random.default_rng()
     while monotonic() < until:
-        sound = speech + generator.normal(0, 1e-3, len(speech))
+        audio = speech + generator.normal(0, 1e-3, len(speech))
         began = monotonic()
-        for index, start in enumerate(range(0, len(sound), CHUNK)):
-            await socket.send(make_append(sound[start : start + CHUNK]))
+        for index, start in enumerate(range(0, len(audio), CHUNK)):
+            await socket.send(make_append(audio[start : start + CHUNK]))
             due = began + (index + 1) * CHUNK / RATE
             await asyncio.sleep(max(0.0, due - monotonic()))
         committed = monotonic()
@@ -94,7 +94,7 @@ async def talk(socket: Any, sound: Any, until: float) -> list[float]:
 
 
 async def measure_sessions(
-    url: str, num_sessions: int, sound: Any, seconds: float
+    url: str, num_sessions: int, audio: Any, seconds: float
 ) -> dict[str, float]:
     settings = {
         "type": "session.update",
@@ -119,7 +119,7 @@ async def measure_sessions(
 
     async def begin_later(index: int) -> list[float]:
         await asyncio.sleep(SPEECH_S * index / num_sessions)  # not all at once
-        return await talk(sockets[index], sound, monotonic() + seconds)
+        return await talk(sockets[index], audio, monotonic() + seconds)
 
     try:
         found = await asyncio.gather(*map(begin_later, range(num_sessions)))

@@ -312,13 +312,13 @@ def make_clip(key: tuple[int, ...], number: int, seconds: float) -> bytes:
 def _make_tones(number: int, seconds: float) -> npt.NDArray[np.int16]:
     draw = np.random.default_rng(number)
     time = np.arange(int(seconds * _RATE), dtype=np.float32) / _RATE
-    sound = draw.standard_normal(len(time), np.float32) * np.float32(0.02)
+    audio = draw.standard_normal(len(time), np.float32) * np.float32(0.02)
     for _ in range(5):
         pitch, sway, depth = draw.uniform(100, 3000), draw.uniform(0.2, 2), draw.uniform(5, 60)
         tone = np.sin(2 * np.pi * (pitch * time + depth * np.sin(2 * np.pi * sway * time)))
         beat = np.sin(2 * np.pi * draw.uniform(1, 4) * time + draw.uniform(0, 6))
-        sound += np.float32(draw.uniform(0.03, 0.12)) * beat.clip(0, None) * tone
-    return (sound.clip(-1, 1) * 32767).astype("<i2")
+        audio += np.float32(draw.uniform(0.03, 0.12)) * beat.clip(0, None) * tone
+    return (audio.clip(-1, 1) * 32767).astype("<i2")
 
 
 def _make_form(model: str, clip: bytes) -> bytes:

@@ -44,14 +44,14 @@ def make_image(seed: int, *, side: int = _SIDE) -> bytes:
     return file.getvalue()
 
 
-def make_sound(seed: int) -> bytes:
+def make_audio(seed: int) -> bytes:
     file = io.BytesIO()
     samples = np.random.default_rng(seed).integers(-9000, 9000, _RATE // 2, dtype=np.int16)
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(_RATE)
-        sound.writeframes(samples.tobytes())
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(1)
+        audio.setsampwidth(2)
+        audio.setframerate(_RATE)
+        audio.writeframes(samples.tobytes())
     return file.getvalue()
 
 
@@ -75,7 +75,7 @@ class RequestMaker:
     def __init__(self, seed: int, *, modalities: tuple[str, ...]) -> None:
         self._random = random.Random(seed)
         self._images = [_make_url(make_image(index), "image/png") for index in range(_NUM_REPEATED)]
-        self._sounds = [_make_url(make_sound(index), "audio/wav") for index in range(3)]
+        self._audios = [_make_url(make_audio(index), "audio/wav") for index in range(3)]
         self._videos = [_make_url(make_video(index), "video/mp4") for index in range(3)]
         self._num_new = 10_000
         self._bad = _list_bad(self._images[0])
@@ -84,7 +84,7 @@ class RequestMaker:
             self._good += [self._make_seen_image, self._make_seen_image, self._make_new_image]
             self._good += [self._make_large_image]
         if "audio" in modalities:
-            self._good += [self._make_sound_request]
+            self._good += [self._make_audio_request]
         if "video" in modalities:
             self._good += [self._make_video_request]
 
@@ -114,9 +114,9 @@ class RequestMaker:
         parts = [_make_part("image", _make_url(image, "image/png")), *_describe(1)]
         return self._make_chat("image large", parts, key="image large")
 
-    def _make_sound_request(self) -> SoakRequest:
-        index = self._random.randrange(len(self._sounds))
-        parts = [_make_part("audio", self._sounds[index]), *_describe(index)]
+    def _make_audio_request(self) -> SoakRequest:
+        index = self._random.randrange(len(self._audios))
+        parts = [_make_part("audio", self._audios[index]), *_describe(index)]
         return self._make_chat("audio", parts, key=f"audio {index}")
 
     def _make_video_request(self) -> SoakRequest:

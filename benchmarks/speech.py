@@ -46,7 +46,7 @@ import transformers
 from records import write_record
 from sensorium import LLM, SamplingParams
 from sensorium.engine.speech.models import WhisperModel
-from sensorium.multimodal.processing.sounds import SoundProcessor
+from sensorium.multimodal.processing.audio import AudioProcessor
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from fetch_real_models import fetch
@@ -66,7 +66,7 @@ _seeds = count()
 class Clips:
     """Sounds, and to how many tokens each of them is decoded."""
 
-    sounds: list[Samples]
+    audios: list[Samples]
     lengths: list[int]
 
 
@@ -93,10 +93,10 @@ class Reference:
     @torch.inference_mode()
     def run(self, clips: Clips) -> Answers:
         """Decode all clips in one batch, as long as the longest of them."""
-        sound = self._extractor(clips.sounds, sampling_rate=RATE, return_tensors="pt")
+        audio = self._extractor(clips.audios, sampling_rate=RATE, return_tensors="pt")
         length = max(clips.lengths)
         tokens = self._model.generate(
-            sound.input_features.to(self._model.device),
+            audio.input_features.to(self._model.device),
             max_new_tokens=length,
             min_new_tokens=length,
             do_sample=False,
@@ -106,14 +106,14 @@ class Reference:
         return [row[:number] for row, number in zip(rows, clips.lengths, strict=True)]
 
     def run_singly(self, clips: Clips) -> Answers:
-        pairs = zip(clips.sounds, clips.lengths, strict=True)
-        return [self.run(Clips(sounds=[a], lengths=[b]))[0] for a, b in pairs]
+        pairs = zip(clips.audios, clips.lengths, strict=True)
+        return [self.run(Clips(audios=[a], lengths=[b]))[0] for a, b in pairs]
 
 
 def run_ours(llm: LLM, prompt: list[int], clips: Clips) -> Answers:
     prompts: list[Any] = [
-        {"prompt_token_ids": prompt, "multi_modal_data": {"audio": [(sound, RATE)]}}
-        for sound in clips.sounds
+        {"prompt_token_ids": prompt, "multi_modal_data": {"audio": [(audio, RATE)]}}
+        for audio in clips.audios
     ]
     params = [
         SamplingParams(temperature=0.0, min_tokens=number, max_tokens=number)
@@ -126,9 +126,9 @@ def run_ours(llm: LLM, prompt: list[int], clips: Clips) -> Answers:
 def make_clips(size: int, *, is_mixed: bool) -> Clips:
     """Make sounds that no cache has seen."""
     generator = np.random.default_rng(next(_seeds))
-    sounds = [generator.normal(0, 0.1, int(CLIP_S * RATE)).astype(np.float32) for _ in range(size)]
+    audios = [generator.normal(0, 0.1, int(CLIP_S * RATE)).astype(np.float32) for _ in range(size)]
     lengths = [MIXED[i % len(MIXED)] if is_mixed else NUM_TOKENS for i in range(size)]
-    return Clips(sounds=sounds, lengths=lengths)
+    return Clips(audios=audios, lengths=lengths)
 
 
 def measure_size(
@@ -143,7 +143,7 @@ def measure_size(
     num_equal = 0
     for index in range(num_rounds):
         clips = make_clips(size, is_mixed=is_mixed)
-        some = Clips(sounds=clips.sounds[:MAX_SINGLE], lengths=clips.lengths[:MAX_SINGLE])
+        some = Clips(audios=clips.audios[:MAX_SINGLE], lengths=clips.lengths[:MAX_SINGLE])
         answers = {}
         # The order turns around, so that no party is always the one after another.
         for name in list(parties)[:: -1 if index % 2 else 1]:
@@ -152,9 +152,9 @@ def measure_size(
                 continue  # the same as with equal lengths
             clock, processors = perf_counter(), process_time()
             answers[name] = parties[name](asked)
-            sound_s = CLIP_S * len(asked.sounds)
-            times[name].clock.append((perf_counter() - clock) / sound_s)
-            times[name].processors.append((process_time() - processors) / sound_s)
+            audio_s = CLIP_S * len(asked.audios)
+            times[name].clock.append((perf_counter() - clock) / audio_s)
+            times[name].processors.append((process_time() - processors) / audio_s)
         num_equal += sum(a == b for a, b in zip(answers["ours"], answers["batch"], strict=True))
     figures = summarize(times) | {"equal_answers": f"{num_equal} of {num_rounds * size}"}
     print(f"{size} clips{', mixed' if is_mixed else ''}: {json.dumps(figures)}", flush=True)
@@ -194,7 +194,7 @@ def counting(llm: LLM) -> Iterator[Counter[str]]:
 
         return counted
 
-    adapter = llm.core.runner._adapter
+    hf_model = llm.core.runner._hf_model
     decode = "sensorium.multimodal.decoding.decoding.decode_audio"
     from sensorium.multimodal.decoding.audio import decode_audio
 
@@ -202,9 +202,9 @@ def counting(llm: LLM) -> Iterator[Counter[str]]:
         for patched in (
             patch(decode, count_calls("decoded", decode_audio)),
             patch.object(
-                SoundProcessor, "process", count_calls("features", SoundProcessor.process)
+                AudioProcessor, "process", count_calls("features", AudioProcessor.process)
             ),
-            patch.object(adapter, "encode", count_calls("encoded", adapter.encode)),
+            patch.object(hf_model, "encode", count_calls("encoded", hf_model.encode)),
         ):
             stack.enter_context(patched)
         yield counter
@@ -220,12 +220,12 @@ def measure_again(llm: LLM, size: int, num_rounds: int, *, has_files: bool) -> d
     counts: dict[str, Counter[str]] = {"first": Counter(), "second": Counter()}
     # All tokens are decoded, also those behind the end of the text.
     sampling = SamplingParams(ignore_eos=True)
-    warm = make_clips(1, is_mixed=False).sounds[0]
+    warm = make_clips(1, is_mixed=False).audios[0]
     llm.transcribe([(warm, RATE)], use_tqdm=False, sampling=sampling)
     with counting(llm) as counter:
         for _ in range(num_rounds):
-            sounds = make_clips(size, is_mixed=False).sounds
-            files: list[Any] = [make_file(s) if has_files else (s, RATE) for s in sounds]
+            audios = make_clips(size, is_mixed=False).audios
+            files: list[Any] = [make_file(s) if has_files else (s, RATE) for s in audios]
             for name, times in (("first", first), ("second", second)):
                 counter.clear()
                 clock, processors = perf_counter(), process_time()

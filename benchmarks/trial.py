@@ -49,7 +49,7 @@ class Notes(logging.Handler):
             trials[record.args[0]] = record.args[5]
 
 trials = {}
-logger = logging.getLogger("sensorium.engine.build.trial")
+logger = logging.getLogger("sensorium.engine.assembly.trial")
 logger.addHandler(Notes())
 logger.setLevel(logging.INFO)
 from sensorium import LLM

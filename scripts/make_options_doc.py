@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sensorium.cli.vllm.flags import FLAGS, ForeignFlag
 from sensorium.cli.vllm.table import ANY
-from sensorium.engine.build.options import (
+from sensorium.engine.assembly.options import (
     EncodeOptions,
     EngineOptions,
     LoadingOptions,

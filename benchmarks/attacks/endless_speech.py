@@ -47,15 +47,15 @@ def make_model(directory: Path) -> str:
     return str(directory)
 
 
-def make_sound(seconds: float, *, is_new: bool = False) -> bytes:
+def make_audio(seconds: float, *, is_new: bool = False) -> bytes:
     """Return a WAV file with noise, which no cache has seen if it is to be new."""
     noise = np.random.default_rng(0).normal(0, 3000, round(seconds * _RATE))
     file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(_RATE)
-        sound.writeframes(noise.astype("<i2").tobytes())
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(1)
+        audio.setsampwidth(2)
+        audio.setframerate(_RATE)
+        audio.writeframes(noise.astype("<i2").tobytes())
     content = file.getvalue()
     if is_new:  # a chunk that readers skip
         note = str(next(_serial_numbers)).rjust(24).encode()
@@ -66,7 +66,7 @@ def make_sound(seconds: float, *, is_new: bool = False) -> bytes:
 
 def make_request(seconds: float = SECONDS, *, is_new: bool = True, **fields: str) -> dict[str, Any]:
     """Return the form of a transcription, as arguments of `httpx.Client.post`."""
-    file = ("sound.wav", make_sound(seconds, is_new=is_new))
+    file = ("sound.wav", make_audio(seconds, is_new=is_new))
     return {"files": {"file": file}, "data": {"language": "en", **fields}}
 
 
@@ -74,7 +74,7 @@ def make_attack(seconds: float = SECONDS) -> dict[str, Any]:
     return make_request(seconds, prompt=" ".join(ascii_lowercase), repetition_penalty="0.01")
 
 
-class Listeners(Neighbours):
+class OpenStreams(Neighbours):
     """Three clients that have sounds written down: a known one, a new one, and a longer new one."""
 
     kinds = ("known sound", "new sound", "longer sound")

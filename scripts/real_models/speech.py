@@ -100,9 +100,9 @@ def _get_path(directory: Path, name: str) -> Path:
 
 def _add_header(samples: bytes) -> bytes:
     file = io.BytesIO()
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(RATE)
-        sound.writeframes(samples)
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(1)
+        audio.setsampwidth(2)
+        audio.setframerate(RATE)
+        audio.writeframes(samples)
     return file.getvalue()

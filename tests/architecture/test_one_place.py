@@ -27,7 +27,7 @@ sys.path.insert(0, "scripts")
 import make_options_doc
 from sensorium import LLM
 from sensorium.cli import _make_parser as make_parser
-from sensorium.engine.build.options import EngineOptions
+from sensorium.engine.assembly.options import EngineOptions
 from sensorium.render.answers.formats import CALL_FORMATS, TOOL_CALL_PARSERS
 from sensorium.server.http.openapi import make_document
 from sensorium.server.http.routes import ROUTES, make_routes

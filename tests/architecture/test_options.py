@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sensorium import cli
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.options import Option, list_options

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from sensorium import SamplingParams
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from tests.support.engine import make_llm
 
 from .setting import get_directory, need_cuda
@@ -81,9 +81,9 @@ def check_fused_memory() -> str:
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     weights = torch.cuda.memory_allocated() - before
-    adapter = ModelAdapter(model.eval())
-    adapter.fuse()
-    assert adapter.fusion.counts["joined products"] == 2 * config.num_hidden_layers
+    hf_model = HfModel(model.eval())
+    hf_model.fuse()
+    assert hf_model.fusion.counts["joined products"] == 2 * config.num_hidden_layers
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     assert allocated - before <= _MOST * weights, f"{allocated - before} of {weights} bytes"
     assert reserved <= _MOST * allocated, f"{reserved} bytes are held for {allocated}"

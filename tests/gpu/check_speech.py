@@ -8,7 +8,7 @@ from typing import Any
 from sensorium import LLM
 from sensorium.engine.speech.models import WhisperModel
 from sensorium.speech.whisper_tokens import WhisperSettings
-from tests.parity import recognising
+from tests.parity import ctc_transducer_reference
 from tests.parity.cases import make_audio
 from tests.parity.speaking import SpeechReference, get_wrong, make_engine, run
 from tests.support.engine import assert_nothing_is_left, make_llm
@@ -43,9 +43,9 @@ def check_speech_tokens(family: str, setting: str) -> str:
 def check_transcripts() -> str:
     """Compare texts and times of words with those that the CPU computes."""
     use_exact_float32()
-    sounds = [(make_audio(seconds, seed=index), 16_000) for index, seconds in enumerate((3.0, 7.5))]
+    audios = [(make_audio(seconds, seed=index), 16_000) for index, seconds in enumerate((3.0, 7.5))]
     directory = get_directory("whisper")
-    ours, theirs = (_transcribe(directory, device, sounds) for device in (get_device(), "cpu"))
+    ours, theirs = (_transcribe(directory, device, audios) for device in (get_device(), "cpu"))
     assert [each.text for each in ours] == [each.text for each in theirs]
     words = [
         [word for transcript in transcripts for each in transcript.segments for word in each.words]
@@ -55,19 +55,21 @@ def check_transcripts() -> str:
     return f"{len(words[0])} words"
 
 
-def check_recogniser(family: str) -> str:
+def check_ctc_transducer(family: str) -> str:
     """Compare frames and tokens with Transformers on the device, and a long sound with the CPU."""
     use_exact_float32()
     directory, device = get_directory(family), get_device()
-    reference = recognising.RecogniserReference(directory, device)
-    llm = recognising.make_engine(directory, device=device)
+    reference = ctc_transducer_reference.CtcTransducerReference(directory, device)
+    llm = ctc_transducer_reference.make_engine(directory, device=device)
     for state in ("cold", "cached"):
-        wrong = recognising.get_wrong(recognising.run(llm, reference.heard), reference.heard)
+        wrong = ctc_transducer_reference.get_wrong(
+            ctc_transducer_reference.run(llm, reference.heard), reference.heard
+        )
         assert not wrong, f"{state}: sounds {wrong}"
-    sounds = [(make_audio(seconds, seed=70), 16_000) for seconds in (33.0, 2.0)]
+    audios = [(make_audio(seconds, seed=70), 16_000) for seconds in (33.0, 2.0)]
     ours, theirs = (
-        engine.transcribe(sounds, use_tqdm=False, needs_words=True)
-        for engine in (llm, recognising.make_engine(directory))
+        engine.transcribe(audios, use_tqdm=False, needs_words=True)
+        for engine in (llm, ctc_transducer_reference.make_engine(directory))
     )
     assert [each.text for each in ours] == [each.text for each in theirs]
     words = [[w for t in ts for s in t.segments for w in s.words] for ts in (ours, theirs)]
@@ -76,8 +78,8 @@ def check_recogniser(family: str) -> str:
     return f"{len(reference.heard)} sounds, {len(words[0])} words"
 
 
-def _transcribe(directory: str, device: str, sounds: Any) -> Any:
+def _transcribe(directory: str, device: str, audios: Any) -> Any:
     llm: LLM = make_llm(directory, max_model_len=None, device=device)
     assert isinstance(llm._speech, WhisperModel)
     llm._speech = replace(llm._speech, settings=_GREEDY)
-    return llm.transcribe(sounds, use_tqdm=False, language="de", needs_words=True)
+    return llm.transcribe(audios, use_tqdm=False, language="de", needs_words=True)

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from sensorium import SamplingParams
-from sensorium.engine.build.builder import build_core
-from sensorium.engine.build.frontend import read_checkpoint
-from sensorium.engine.build.options import EngineOptions, LoadingOptions
+from sensorium.engine.assembly.builder import build_core
+from sensorium.engine.assembly.frontend import read_checkpoint
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions
 from sensorium.engine.core_process.engine_core import EngineCore
 from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.types.multimodal import Transfer
@@ -73,11 +73,11 @@ def run(device: str, *, overlap: bool) -> dict[str, list[int]]:
         receiver=MirrorReceiver(),
     ).core
     generator = torch.Generator().manual_seed(0)
-    sounds = {
+    audios = {
         f"s{index}": torch.randn(_BINS, num * _FRAMES, generator=generator).split(_FRAMES, dim=1)
         for index, num in enumerate(_NUM_CHUNKS)
     }
-    for name, delay in zip(sounds, _DELAYS, strict=True):
+    for name, delay in zip(audios, _DELAYS, strict=True):
         request = EngineCoreRequest(
             request_id=name,
             prompt_token_ids=(1,) * _PROMPT,
@@ -85,17 +85,17 @@ def run(device: str, *, overlap: bool) -> dict[str, list[int]]:
             stream=StreamSpec(num_delay_tokens=delay),
         )
         core.add_request(request, Transfer())
-    return _listen(core, sounds)
+    return _listen(core, audios)
 
 
-def _listen(core: EngineCore, sounds: dict[str, tuple[torch.Tensor, ...]]) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {name: [] for name in sounds}
-    for place in range(max(map(len, sounds.values()))):
+def _listen(core: EngineCore, audios: dict[str, tuple[torch.Tensor, ...]]) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {name: [] for name in audios}
+    for place in range(max(map(len, audios.values()))):
         outputs = []
-        for index, (name, chunks) in enumerate(sounds.items()):
+        for index, (name, chunks) in enumerate(audios.items()):
             if place < len(chunks):
                 is_last = place == len(chunks) - 1
-                outputs += core.append_sound(name, chunks[place].contiguous(), is_last=is_last)
+                outputs += core.append_audio(name, chunks[place].contiguous(), is_last=is_last)
             if index == place % 3:
                 outputs += core.step()  # before the others have their sound
         while core.has_requests:

@@ -37,7 +37,7 @@ def check_restart(family: str, dtype: str) -> str:
     return f"{num_encoded} items"
 
 
-def check_apart(family: str, dtype: str) -> str:
+def check_remote_encoder(family: str, dtype: str) -> str:
     """Compare the tokens of an engine with those of one that has its encoder apart."""
     use_exact_float32()
     prompts = [each.prompt for each in get_reference(family, getattr(torch, dtype)).expected]

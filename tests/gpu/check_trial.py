@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 
-import sensorium.engine.build.builder as builder
+import sensorium.engine.assembly.builder as builder
 import sensorium.models.loading as loading
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 
 from .setting import make_device_llm
 
-_LOGGER = logging.getLogger("sensorium.engine.build.trial")
+_LOGGER = logging.getLogger("sensorium.engine.assembly.trial")
 # Half of what is allowed, and the least that rounding counts for.
 _OVERALL, _WORST = 1.25, 2.5
 _LEAST = {torch.float32: 1e-4, torch.bfloat16: 2e-3}
@@ -60,12 +60,12 @@ def check_trial(name: str, dtype: torch.dtype, backend: str) -> str:
 
 def check_trial_control(name: str, dtype: torch.dtype) -> str:
     """Rows of pictures that come in the wrong order are found."""
-    encode = ModelAdapter.encode
+    encode = HfModel.encode
 
-    def roll(adapter: ModelAdapter, *arguments: Any) -> list[torch.Tensor]:
-        return [embeds.roll(1, 0) for embeds in encode(adapter, *arguments)]
+    def roll(hf_model: HfModel, *arguments: Any) -> list[torch.Tensor]:
+        return [embeds.roll(1, 0) for embeds in encode(hf_model, *arguments)]
 
-    with _trying_all() as notes, mock.patch.object(ModelAdapter, "encode", roll):
+    with _trying_all() as notes, mock.patch.object(HfModel, "encode", roll):
         llm = make_device_llm(name, dtype)
     assert "image" in llm.input_processor.switched_off.reasons
     _, worst, _, worst_rounding = notes.figures[1]

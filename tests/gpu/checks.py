@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from tests.parity.cases import FAMILIES, MULTIMODAL_FAMILIES
+from tests.parity.ctc_transducer_reference import FAMILIES as RECOGNISERS
 from tests.parity.graph_mistakes import GRAPH_MISTAKES
-from tests.parity.recognising import FAMILIES as RECOGNISERS
 from tests.parity.speaking import FAMILIES as SPEECH_FAMILIES
 
 from .check_attention import check_backend
@@ -23,14 +23,14 @@ from .check_controls import MISTAKES, check_control
 from .check_fusion import check_compiled_kernels, check_fused_memory
 from .check_speech import (
     SPEECH_SETTINGS,
-    check_recogniser,
+    check_ctc_transducer,
     check_speech_tokens,
     check_transcripts,
 )
 from .check_streams import check_streams
 from .check_structured import check_structured_answers, check_structured_syncs
 from .check_syncs import check_decode_syncs, check_encoder_syncs
-from .check_tiers import check_apart, check_restart
+from .check_tiers import check_remote_encoder, check_restart
 from .check_tokens import (
     SETTINGS,
     check_encoder_graphs,
@@ -67,7 +67,7 @@ def get_checks() -> Iterator[Check]:
             )
     yield Check(name="speech/transcripts", run=check_transcripts)
     for family in RECOGNISERS:
-        yield Check(name=f"speech/{family}", run=partial(check_recogniser, family))
+        yield Check(name=f"speech/{family}", run=partial(check_ctc_transducer, family))
     yield from _get_state_checks()
     for family in MULTIMODAL_FAMILIES:
         yield Check(name=f"encoder graphs/{family}", run=partial(check_encoder_graphs, family))
@@ -93,7 +93,9 @@ def _get_state_checks() -> Iterator[Check]:
         ("llava", "bfloat16"),
     ):
         yield Check(name=f"disk cache/{family}", run=partial(check_restart, family, dtype))
-        yield Check(name=f"encoder apart/{family}", run=partial(check_apart, family, dtype))
+        yield Check(
+            name=f"encoder apart/{family}", run=partial(check_remote_encoder, family, dtype)
+        )
 
 
 def _get_attention_checks() -> Iterator[Check]:

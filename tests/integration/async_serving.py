@@ -12,19 +12,19 @@ from typing import Any
 
 from PIL import Image
 
-from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.builder import Core, build_core
-from sensorium.engine.build.config import make_scheduler
-from sensorium.engine.build.frontend import (
+from sensorium.engine.assembly.builder import Core, build_core
+from sensorium.engine.assembly.config import make_scheduler
+from sensorium.engine.assembly.frontend import (
     Checkpoint,
-    Perception,
+    MediaParts,
     build_caches,
     build_frontend,
     build_receiver,
     build_store,
     read_checkpoint,
 )
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.engine.core_process.rehearsal import Rehearsal
@@ -101,21 +101,21 @@ class LocalCore:
             assert not self._thread.is_alive()
             self._thread = None
 
-    def make_frontend(self, identity: str, **options: Any) -> tuple[AsyncEngine, Perception]:
+    def make_frontend(self, identity: str, **options: Any) -> tuple[AsyncEngine, MediaParts]:
         store = None if self.store is None else ShmStore.attach(self.store.fd)
         frontend = build_frontend(
             self.loading, self.checkpoint, self.media, build_caches(self.media, store)
         )
-        perception = frontend.perception
+        media_parts = frontend.media_parts
         inputs = InputProcessor(
             frontend.processor,
-            pipeline=perception.pipeline,
-            readonly=perception.readonly,
+            pipeline=media_parts.pipeline,
+            readonly=media_parts.readonly,
             defaults=self.built.defaults,
             limit_mm_per_prompt={},
             seed=0,
         )
-        return AsyncEngine(inputs, perception, identity=identity, **options), perception
+        return AsyncEngine(inputs, media_parts, identity=identity, **options), media_parts
 
     def assert_nothing_is_left(self) -> None:
         """Assert that the core holds nothing of any request. What the caches keep is allowed."""

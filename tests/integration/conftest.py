@@ -11,9 +11,9 @@ import pytest
 
 from sensorium import LLM
 from tests.integration.media_hosts import MediaServer, be_silent
+from tests.integration.media_steps import OPTIONS as CACHE_OPTIONS
+from tests.integration.media_steps import assert_idle
 from tests.integration.neighbours import OPTIONS, Neighbours, make_good_prompts
-from tests.integration.perceiving import OPTIONS as CACHE_OPTIONS
-from tests.integration.perceiving import assert_idle
 from tests.support.clients import MODEL
 from tests.support.engine import make_llm
 from tests.support.server import POOL, SHARED_SERVERS, ServerProcess
@@ -35,7 +35,7 @@ def neighbours_of(tiny_model: Callable[[str], str]) -> Callable[[str], Neighbour
 
 
 @pytest.fixture(scope="session")
-def _perceiving_llms(
+def _processing_llms(
     tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], LLM]]:
     media_path = tmp_path_factory.mktemp("media")
@@ -53,7 +53,7 @@ def _perceiving_llms(
 
 
 @pytest.fixture
-def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], LLM]]:
+def llm_of(_processing_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], LLM]]:
     """Return a function that gives the engine with a cache type, or with "off".
 
     After the test nothing of a request may be left in the engines that it used.
@@ -61,7 +61,7 @@ def llm_of(_perceiving_llms: Callable[[str], LLM]) -> Iterator[Callable[[str], L
     used: dict[str, LLM] = {}
 
     def get(name: str) -> LLM:
-        used[name] = _perceiving_llms(name)
+        used[name] = _processing_llms(name)
         return used[name]
 
     yield get

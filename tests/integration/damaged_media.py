@@ -20,7 +20,7 @@ from sensorium.multimodal.decoding.decoding import decode, resolve_decode_option
 from sensorium.multimodal.decoding.guards import limit_memory_growth
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
-from tests.support.media import make_images, make_sounds, make_videos
+from tests.support.media import make_audios, make_images, make_videos
 
 SMALL = MediaLimits(max_pixels=1_000_000, max_frames=64, max_duration_s=60.0)
 CEILING_MB = 256
@@ -72,7 +72,7 @@ def damage(data: bytes, generator: np.random.Generator) -> bytes:
 
 def make_damaged(num_of_each: int, seed: int) -> Iterator[tuple[str, str, bytes]]:
     generator = np.random.default_rng(seed)
-    files = {"image": make_images(), "audio": make_sounds(), "video": make_videos()}
+    files = {"image": make_images(), "audio": make_audios(), "video": make_videos()}
     for modality, kinds in files.items():
         for kind, data in kinds.items():
             for _ in range(num_of_each):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sensorium.engine.build.options import LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import LoadingOptions, MediaOptions
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartFrontend
 
@@ -129,7 +129,7 @@ def main() -> None:
 
     asyncio.run(render_all())
     finish()
-    frontend.perception.close()
+    frontend.media_parts.close()
     print(json.dumps(counts))
 
 

@@ -13,7 +13,7 @@ from tests.support.media import (
     make_melody,
     make_pixels,
     make_png,
-    write_av_sound,
+    write_av_audio,
     write_image,
     write_video,
 )
@@ -89,7 +89,7 @@ def make_mp3_with_cover() -> bytes:
     picture = b"\0image/png\0\x03\0" + cover
     frame = b"APIC" + struct.pack(">I", len(picture)) + bytes(2) + picture
     size = bytes(len(frame) >> shift & 0x7F for shift in (21, 14, 7, 0))
-    return b"ID3\x03\0\0" + size + frame + write_av_sound(make_melody(2400), "mp3", "libmp3lame")
+    return b"ID3\x03\0\0" + size + frame + write_av_audio(make_melody(2400), "mp3", "libmp3lame")
 
 
 def make_mp4_with_table() -> bytes:

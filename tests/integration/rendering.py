@@ -8,7 +8,7 @@ from typing import Any
 
 from sensorium import LLM
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, PlaceholderRange
-from tests.integration.perceiving import process, release
+from tests.integration.media_steps import process, release
 
 _numbers = count()
 
@@ -52,5 +52,5 @@ def render(llm: LLM, prompt: Any) -> Rendered:
         layouts=[handle.layout for handle in handles if handle.layout is not None],
     )
     release(llm, processed, readonly=True)
-    llm.perception.caches.readonly.clear_cache()
+    llm.media_parts.caches.readonly.clear_cache()
     return rendered

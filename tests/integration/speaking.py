@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from sensorium import embedded
 from sensorium.utils.silences import Samples
 from tests.parity.cases import make_audio
-from tests.support.media import write_sound
-from tests.support.talking import QUIET, RATE, make_sound
+from tests.support.media import write_audio
+from tests.support.talking import QUIET, RATE, make_tones
 
 SHORT_S = 2.5  # the model's windows have 3 s
 _END_FACTOR = 6.0  # makes texts of a few tokens instead of all that a window has room for
@@ -25,7 +25,7 @@ WORDS = {"speech": "seven green birds", "question": "what color is the square"}
 
 
 def make_wav(seconds: float = SHORT_S, *, seed: int = 0) -> bytes:
-    return write_sound(make_audio(seconds, seed=seed), "WAV", "PCM_16")
+    return write_audio(make_audio(seconds, seed=seed), "WAV", "PCM_16")
 
 
 def make_brief(source: str, directory: Path) -> Path:
@@ -55,5 +55,5 @@ def read_sample(name: str, rate: int = RATE) -> Samples:
 
 def speak(*names: str, rate: int = RATE) -> Samples:
     """Return samples of the embedded model, with a second of silence around each."""
-    silence = make_sound((QUIET, 1.0), rate=rate)
+    silence = make_tones((QUIET, 1.0), rate=rate)
     return np.concatenate([silence, *(x for n in names for x in (read_sample(n, rate), silence))])

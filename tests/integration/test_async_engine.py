@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from sensorium import LLM, SamplingParams
+from sensorium.engine.assembly.frontend import MediaParts
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.frontend import Perception
 from sensorium.engine.core_process.core_messages import ForgetMedia
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
@@ -48,36 +48,36 @@ def lru_core(tmp_path: Path, tiny_model: Callable[[str], str]) -> Any:
         yield core
 
 
-Test = Callable[[AsyncEngine, Perception], Awaitable[None]]
+Test = Callable[[AsyncEngine, MediaParts], Awaitable[None]]
 
 
 def run(core: LocalCore, test: Test, *, identity: str = "f0-1") -> None:
     """Give `test` a frontend; afterwards nothing of its requests may be left."""
 
     async def main() -> None:
-        engine, perception = core.make_frontend(identity)
+        engine, media_parts = core.make_frontend(identity)
         try:
             await engine.connect(core.info)
-            await test(engine, perception)
+            await test(engine, media_parts)
             if engine.is_connected:  # answered after all that was sent before, in full
                 await engine.reset_cache("prefix")
             await wait_until_async(lambda: not core.core.scheduler.has_requests)
-            await wait_until_async(lambda: get_num_handles(perception) == 0)
+            await wait_until_async(lambda: get_num_handles(media_parts) == 0)
             assert engine.get_statistics().num_preparing == 0
             assert engine.get_statistics().num_running == 0
         finally:
             await engine.close()
-            perception.close()
+            media_parts.close()
 
     asyncio.run(asyncio.wait_for(main(), 120))
     core.assert_nothing_is_left()
 
 
-def get_num_handles(perception: Perception) -> int:
-    sender = perception.caches.sender
+def get_num_handles(media_parts: MediaParts) -> int:
+    sender = media_parts.caches.sender
     if isinstance(sender, MirrorSender):
         return len(sender._held)
-    store = perception.caches.store
+    store = media_parts.caches.store
     return 0 if store is None else store._num_leases.total()
 
 
@@ -96,7 +96,7 @@ def test_answers_are_those_of_the_offline_engine(core: LocalCore) -> None:
         messages: Any = [make_chat(image).messages for image in IMAGES]
         expected = [entry.outputs[0] for entry in llm.chat(messages, GREEDY, use_tqdm=False)]
 
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         for _round in range(2):
             outputs = await asyncio.gather(
                 *(engine.generate(make_chat(i), GREEDY, request_id="r") for i in IMAGES * 2)
@@ -113,7 +113,7 @@ def test_answers_are_those_of_the_offline_engine(core: LocalCore) -> None:
 def test_a_stream_of_several_completions_is_the_whole_answer_in_pieces(core: LocalCore) -> None:
     params = SamplingParams(seed=3, temperature=1.0, n=3, max_tokens=8, ignore_eos=True)
 
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         whole = await engine.generate(make_chat(IMAGES[0]), params, request_id="whole")
         texts = {0: "", 1: "", 2: ""}
         last = None
@@ -132,7 +132,7 @@ def test_a_stream_of_several_completions_is_the_whole_answer_in_pieces(core: Loc
 
 
 def test_a_caller_that_leaves_ends_its_request(core: LocalCore) -> None:
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         tasks = await start(engine)
         stream = engine.stream(make_chat(IMAGES[0]), LONG, request_id="s")
         await anext(stream)
@@ -148,7 +148,7 @@ def test_a_caller_that_leaves_ends_its_request(core: LocalCore) -> None:
 def test_a_caller_may_leave_at_any_moment(core: LocalCore) -> None:
     """The first moments of a request are many turns of the loop: leave at each of them."""
 
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         params = SamplingParams(temperature=0, n=2, max_tokens=50, ignore_eos=True)
         for num_turns in range(0, 60, 3):
             image = make_png(100 + num_turns)
@@ -162,7 +162,7 @@ def test_a_caller_may_leave_at_any_moment(core: LocalCore) -> None:
 
 
 def test_a_core_that_ends_fails_what_it_had_and_the_next_one_serves(core: LocalCore) -> None:
-    async def test(engine: AsyncEngine, perception: Perception) -> None:
+    async def test(engine: AsyncEngine, media_parts: MediaParts) -> None:
         before = await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
         tasks = await start(engine)
         await asyncio.to_thread(core.stop)
@@ -172,7 +172,7 @@ def test_a_core_that_ends_fails_what_it_had_and_the_next_one_serves(core: LocalC
             assert str(result) == "the engine has ended"
         with pytest.raises(CapacityError, match="not running"):
             await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
-        await wait_until_async(lambda: get_num_handles(perception) == 0)
+        await wait_until_async(lambda: get_num_handles(media_parts) == 0)
         await asyncio.to_thread(core.start)
         await engine.connect(core.info)
         after = await asyncio.gather(
@@ -186,7 +186,7 @@ def test_a_core_that_ends_fails_what_it_had_and_the_next_one_serves(core: LocalC
 def test_a_new_frontend_takes_the_lead_of_a_core_that_had_another(core: LocalCore) -> None:
     answers = []
 
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         output = await engine.generate(make_chat(IMAGES[1]), GREEDY, request_id="r")
         answers.append(output.outputs)
 
@@ -196,7 +196,7 @@ def test_a_new_frontend_takes_the_lead_of_a_core_that_had_another(core: LocalCor
 
 
 def test_a_refusal_of_the_core_keeps_its_kind(core: LocalCore) -> None:
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         with pytest.raises(RequestError, match="5000 tokens, but the context holds 4096") as caught:
             await engine.generate([5] * 5000, GREEDY, request_id="r")
         assert type(caught.value) is RequestError
@@ -212,7 +212,7 @@ def test_a_refusal_of_the_core_keeps_its_kind(core: LocalCore) -> None:
 
 
 def test_a_step_that_fails_is_the_engines_fault_and_its_neighbours_live(core: LocalCore) -> None:
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         launch = core.core.runner.launch
 
         def fail(_: Any) -> Any:
@@ -230,7 +230,7 @@ def test_a_step_that_fails_is_the_engines_fault_and_its_neighbours_live(core: Lo
 def test_other_completions_of_one_that_failed_are_not_started(lru_core: LocalCore) -> None:
     core = lru_core
 
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         launch = core.core.runner.launch
 
         def fail_with_second(plan: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_core_whose_steps_all_fail_ends(lru_core: LocalCore, name: str) -> Non
     def fail(_: Any) -> Any:
         raise RuntimeError("the device is lost")
 
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         setattr(core.core.runner, name, fail)
         for _attempt in range(7):
             with pytest.raises(FailedRequestError):
@@ -279,8 +279,8 @@ def test_frontends_share_a_core_and_one_that_ends_takes_its_requests_with_it(
     with run_core(tiny_model("qwen2_5_vl"), tmp_path, **options) as core:
 
         async def main() -> None:
-            one, perception_one = core.make_frontend("f0-1")
-            two, perception_two = core.make_frontend("f1-1")
+            one, media_parts_one = core.make_frontend("f0-1")
+            two, media_parts_two = core.make_frontend("f1-1")
             try:
                 await one.connect(core.info)
                 await two.connect(core.info)
@@ -300,8 +300,8 @@ def test_frontends_share_a_core_and_one_that_ends_takes_its_requests_with_it(
             finally:
                 await one.close()
                 await two.close()
-                perception_one.close()
-                perception_two.close()
+                media_parts_one.close()
+                media_parts_two.close()
 
         asyncio.run(asyncio.wait_for(main(), 120))
         core.assert_nothing_is_left()
@@ -325,9 +325,9 @@ def test_a_reset_that_is_heard_late_spares_what_is_new(
 
         core.loop._send = send_late  # type: ignore[method-assign]
 
-        async def test(one: AsyncEngine, _: Perception) -> None:
-            two, perception_two = core.make_frontend("f1-1")
-            statistics = perception_two.caches.readonly.statistics
+        async def test(one: AsyncEngine, _: MediaParts) -> None:
+            two, media_parts_two = core.make_frontend("f1-1")
+            statistics = media_parts_two.caches.readonly.statistics
             try:
                 await two.connect(core.info)
                 await two.reset_cache("prefix")  # the core knows it now
@@ -342,14 +342,14 @@ def test_a_reset_that_is_heard_late_spares_what_is_new(
                 assert again.mm_items[0].is_processor_hit
             finally:
                 await two.close()
-                perception_two.close()
+                media_parts_two.close()
 
         run(core, test)
 
 
 @pytest.mark.parametrize("level", ["mm", "encoder", "prefix"])
 def test_a_cache_that_is_reset_has_nothing(core: LocalCore, level: str) -> None:
-    async def test(engine: AsyncEngine, _: Perception) -> None:
+    async def test(engine: AsyncEngine, _: MediaParts) -> None:
         async def ask() -> Any:
             return await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
 
@@ -381,15 +381,15 @@ def test_what_an_idle_leader_evicts_the_core_forgets(
 ) -> None:
     with run_core(tiny_model("qwen2_5_vl"), tmp_path) as core:
 
-        async def test(engine: AsyncEngine, perception: Perception) -> None:
+        async def test(engine: AsyncEngine, media_parts: MediaParts) -> None:
             for image in IMAGES:
                 await engine.generate(make_chat(image), GREEDY, request_id="r")
             receiver: Any = core.core.payloads.receiver
             assert len(get_kept_sizes(receiver)) == 4
-            perception.caches.sender.clear_cache()
+            media_parts.caches.sender.clear_cache()
             await wait_until_async(lambda: not get_kept_sizes(receiver))
             output = await engine.generate(make_chat(IMAGES[0]), GREEDY, request_id="r")
             assert not output.mm_items[0].is_processor_hit
-            assert perception.caches.sender.statistics().num_resends == 0
+            assert media_parts.caches.sender.statistics().num_resends == 0
 
         run(core, test)

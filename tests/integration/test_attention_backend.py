@@ -36,7 +36,7 @@ def test_steps_use_no_kernel_that_is_compiled_for_every_length(
     """cuDNN's kernels are; other code in the process of the engine keeps them."""
     llm = LLM(tiny_model("llama"), device="cpu", max_model_len=64)
     seen = []
-    llm.core.runner._adapter.model.get_decoder().register_forward_pre_hook(
+    llm.core.runner._hf_model.model.get_decoder().register_forward_pre_hook(
         lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
     )
     llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)

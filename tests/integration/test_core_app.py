@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.build import builder
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly import builder
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.core_process import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import StartCore
@@ -76,7 +76,7 @@ def test_a_model_of_an_unknown_family_is_tried_first(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(builder, "ADAPTERS", {})
-    caplog.set_level(logging.INFO, "sensorium.engine.build.trial")
+    caplog.set_level(logging.INFO, "sensorium.engine.assembly.trial")
     build("qwen2_vl", media=MediaOptions(mm_processor_pool_size=1))
     assert "trial of text with image" in caplog.text
 

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.media import make_melody, write_sound
+from tests.support.media import make_melody, write_audio
 from tests.support.server import POOL, ServerProcess
 
 pytestmark = pytest.mark.xdist_group("decoder-faults")
@@ -31,7 +31,7 @@ def open(file, *args, **options):
 
 av.open = open
 """
-SOUND = write_sound(make_melody(8000), "WAV", "PCM_16")
+SOUND = write_audio(make_melody(8000), "WAV", "PCM_16")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def server() -> Iterator[ServerProcess]:
         server.stop()
 
 
-def ask(server: ServerProcess, sound: bytes) -> httpx.Response:
-    data = base64.b64encode(sound).decode()
+def ask(server: ServerProcess, audio: bytes) -> httpx.Response:
+    data = base64.b64encode(audio).decode()
     content: list[Any] = [
         {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}},
         {"type": "text", "text": "What is said?"},

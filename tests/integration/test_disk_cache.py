@@ -18,7 +18,7 @@ from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.tiers.disk import DiskStore
 from sensorium.multimodal.tiers.tiers import MediaTiers, _encode, _name
 from sensorium.types.errors import ModelError, RequestError
-from tests.integration.perceiving import forget_outputs, make_new_png, make_prompt
+from tests.integration.media_steps import forget_outputs, make_new_png, make_prompt
 from tests.integration.rendering import render
 from tests.parity.cases import make_image
 from tests.support.clients import ask, chat, make_image_part
@@ -117,8 +117,8 @@ def test_an_output_that_the_encoder_cache_lost_is_loaded(llava: str, tmp_path: P
     with make_llm(llava, mm_disk_cache=tmp_path) as llm:
         prompt = make_prompt(make_new_png())
         expected, *_ = run(llm, prompt)
-        assert llm.perception.tiers is not None
-        assert llm.perception.tiers.writer.wait(30)
+        assert llm.media_parts.tiers is not None
+        assert llm.media_parts.tiers.writer.wait(30)
         forget_outputs(llm)
         assert run(llm, prompt) == (expected, 1, 1)
 
@@ -199,7 +199,7 @@ def test_entries_that_make_no_sense_are_processed_again(
     }
     options = {"mm_disk_cache": tmp_path, "mm_processor_cache_gb": 0}
     with make_llm(tiny_model("qwen2_5_vl"), **options) as llm:
-        tiers = llm.perception.tiers
+        tiers = llm.media_parts.tiers
         assert tiers is not None
         expected, num_encoded, num_loaded = run(llm, prompt)
         assert tiers.writer.wait(30)

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sensorium.engine.build.frontend import (
-    Perception,
+from sensorium.engine.assembly.frontend import (
+    MediaParts,
     build_caches,
     build_frontend,
     build_store,
     read_checkpoint,
 )
-from sensorium.engine.build.options import LoadingOptions, MediaOptions
-from sensorium.multimodal.media import MediaBytes, MediaItem, PerceptionOptions
-from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.engine.assembly.options import LoadingOptions, MediaOptions
+from sensorium.multimodal.media import MediaBytes, MediaItem, ProcessingOptions
+from sensorium.multimodal.pipeline import CachedItem, MediaPipeline
 from sensorium.multimodal.pool.pool import ProcessPool
 from sensorium.types.errors import CapacityError, RequestError
 from sensorium.utils.pausing import run_through
@@ -31,7 +31,7 @@ _seeds = count()
 
 
 @contextmanager
-def perceive_with(model: str, *, cache_type: str) -> Iterator[tuple[Perception, ProcessPool]]:
+def media_with(model: str, *, cache_type: str) -> Iterator[tuple[MediaParts, ProcessPool]]:
     media = MediaOptions(
         mm_processor_cache_type=cache_type, mm_processor_cache_gb=0.03, mm_processor_pool_size=1
     )
@@ -45,12 +45,12 @@ def perceive_with(model: str, *, cache_type: str) -> Iterator[tuple[Perception, 
         starts_early=True,
         warm_modalities=("image",),
     )
-    perception = frontend.perception
-    assert perception.pool is not None
+    media_parts = frontend.media_parts
+    assert media_parts.pool is not None
     try:
-        yield perception, perception.pool
+        yield media_parts, media_parts.pool
     finally:
-        perception.close()
+        media_parts.close()
 
 
 def make_item() -> MediaItem:
@@ -60,40 +60,40 @@ def make_item() -> MediaItem:
     )
 
 
-def perceive(pipeline: MediaPipeline, item: MediaItem) -> PerceivedItem:
-    (perceived,) = run_through(pipeline.perceive_pausing([item], PerceptionOptions()))
-    pipeline.cache.release([perceived.handle])
-    return perceived
+def process_media(pipeline: MediaPipeline, item: MediaItem) -> CachedItem:
+    (processed,) = run_through(pipeline.process_pausing([item], ProcessingOptions()))
+    pipeline.cache.release([processed.handle])
+    return processed
 
 
 @pytest.mark.parametrize("cache_type", [pytest.param("lru", marks=pytest.mark.slow), "shm"])
 def test_items_go_to_the_pool_as_soon_as_it_is_there_and_are_the_same_ones(
     tiny_model: Callable[[str], str], cache_type: str
 ) -> None:
-    with perceive_with(tiny_model("llava"), cache_type=cache_type) as (perception, pool):
+    with media_with(tiny_model("llava"), cache_type=cache_type) as (media_parts, pool):
         item, rendered = make_item(), make_item()
-        assert not perceive(perception.pipeline, item).handle.is_hit
-        early = read_tensors(perceive(perception.readonly, rendered))
+        assert not process_media(media_parts.pipeline, item).handle.is_hit
+        early = read_tensors(process_media(media_parts.readonly, rendered))
         assert pool.get_process_ids() == []  # nobody has started it
         assert pool.wait_until_ready(READY_S)
         assert pool.statistics().num_done == 0  # its own dummies are no jobs
-        assert perceive(perception.pipeline, item).handle.is_hit
-        perceive(perception.pipeline, make_item())
+        assert process_media(media_parts.pipeline, item).handle.is_hit
+        process_media(media_parts.pipeline, make_item())
         assert pool.statistics().num_done == 1
-        perception.readonly.cache.clear_cache()
-        late = read_tensors(perceive(perception.readonly, rendered))
+        media_parts.readonly.cache.clear_cache()
+        late = read_tensors(process_media(media_parts.readonly, rendered))
         assert pool.statistics().num_done == 2
         assert early.keys() == late.keys()
         assert all(np.array_equal(early[name], late[name]) for name in early)
 
 
-def read_tensors(perceived: PerceivedItem) -> dict[str, Any]:
-    assert perceived.handle.kwargs is not None
-    return {name: tensor.numpy().copy() for name, tensor in perceived.handle.kwargs.items()}
+def read_tensors(processed: CachedItem) -> dict[str, Any]:
+    assert processed.handle.kwargs is not None
+    return {name: tensor.numpy().copy() for name, tensor in processed.handle.kwargs.items()}
 
 
 def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) -> None:
-    with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, _):
+    with media_with(tiny_model("llava"), cache_type="lru") as (media_parts, _):
         damaged = MediaItem(
             path=("multi_modal_data", "image", 0),
             modality="image",
@@ -102,16 +102,16 @@ def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) 
         with pytest.raises(
             RequestError, match=r"image\[0\]: this file can't be decoded as an image"
         ):
-            perceive(perception.pipeline, damaged)
+            process_media(media_parts.pipeline, damaged)
 
 
 def test_a_pool_that_can_not_start_is_told_as_before(
     tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing goes on in this process as if it were meant to."""
-    monkeypatch.setattr("sensorium.engine.build.frontend._HANDLER", "json:no_such_factory")
-    with perceive_with(tiny_model("llava"), cache_type="lru") as (perception, pool):
+    monkeypatch.setattr("sensorium.engine.assembly.frontend._HANDLER", "json:no_such_factory")
+    with media_with(tiny_model("llava"), cache_type="lru") as (media_parts, pool):
         with pytest.raises(CapacityError):
             pool.wait_until_ready(READY_S)
         with pytest.raises(CapacityError, match="media can't be processed"):
-            perceive(perception.pipeline, make_item())
+            process_media(media_parts.pipeline, make_item())

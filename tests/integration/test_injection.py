@@ -12,7 +12,7 @@ import torch
 from sensorium import LLM, RequestError
 from sensorium.types.errors import MissingMediaError
 from sensorium.types.multimodal import ItemLayout, ShmReference
-from tests.integration.perceiving import (
+from tests.integration.media_steps import (
     CACHE_TYPES,
     GREEDY,
     Calls,

@@ -11,7 +11,7 @@ from sensorium import LLM
 from sensorium.engine.inputs.renderer import Prepared
 from sensorium.types.multimodal import ITEM_STAGES, ItemTimes
 from sensorium.types.outputs import RequestOutput
-from tests.integration.perceiving import (
+from tests.integration.media_steps import (
     CACHE_TYPES,
     GREEDY,
     OPTIONS,
@@ -73,7 +73,7 @@ def test_who_joins_another_request_waits_and_does_not_process(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm, data = llm_of(cache_type), make_new_png()
-    gate, pipeline = Gate(monkeypatch), llm.perception.pipeline
+    gate, pipeline = Gate(monkeypatch), llm.media_parts.pipeline
     outcomes = Outcomes([lambda: process(llm, make_prompt(data)) for _ in range(2)])
     wait_until(lambda: pipeline.flights.num_waiting == 2)
     gate.open()

@@ -46,8 +46,8 @@ def test_words_are_printed_while_more_is_said(server: ServerProcess) -> None:
     process.stdin.write(to_pcm16(speak("speech")))
     process.stdin.flush()
     assert process.stdout.readline().decode() == WORDS["speech"] + "\n"  # stdin is still open
-    sound = to_pcm16(speak("question"))
-    process.stdin.write(sound[: -2 * 14_000])  # it ends before the silence that ends a turn
+    audio = to_pcm16(speak("question"))
+    process.stdin.write(audio[: -2 * 14_000])  # it ends before the silence that ends a turn
     rest, errors = process.communicate(timeout=TIMEOUT_S)
     assert (rest.decode(), errors.decode()) == (WORDS["question"] + "\n", "")
     assert process.returncode == 0

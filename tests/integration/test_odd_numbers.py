@@ -99,11 +99,11 @@ def test_what_is_transparent_is_white(tiny_model: TinyModel, mode: str) -> None:
 
 
 def test_a_pair_is_one_item(tiny_model: TinyModel) -> None:
-    sound = np.sin(np.arange(8000) / 7).astype(np.float32)
+    audio = np.sin(np.arange(8000) / 7).astype(np.float32)
     llm = make_llm(tiny_model("qwen2_audio"))
     text = "<|audio_bos|><|AUDIO|><|audio_eos|>what?"
     prompts = [
         {"prompt": text, "multi_modal_data": {"audio": media}}
-        for media in (sound, (sound, 16_000), [(sound, 16_000)])
+        for media in (audio, (audio, 16_000), [(audio, 16_000)])
     ]
     assert len(set(get_token_ids(llm.generate(prompts, GREEDY, use_tqdm=False)))) == 1

@@ -146,7 +146,7 @@ def test_a_window_that_only_the_cache_has_ends_the_context(
     reason = "because the model's own cache keeps 96 tokens of layer 0, but its mask has no such"
     with pytest.raises(ModelError, match=f"max_model_len=97 is more than the 96 tokens .*{reason}"):
         make_llm(directory, max_model_len=97)
-    with caplog.at_level(logging.WARNING, logger="sensorium.engine.build.config"):
+    with caplog.at_level(logging.WARNING, logger="sensorium.engine.assembly.config"):
         assert make_llm(directory, max_model_len=None).config.limits.max_model_len == 96
     assert f"the context ends at 96 tokens, {reason}" in caplog.text
     assert_equal_to_generate(directory, architecture, make_prompts(84, 5, 30, 17))
@@ -260,7 +260,7 @@ def test_dynamic_rotary_factors_are_never_scaled(
     )
     with pytest.raises(ModelError, match="max_model_len=65 is more than the model's context of 64"):
         make_llm(directory, max_model_len=65)
-    with caplog.at_level(logging.WARNING, logger="sensorium.engine.build.config"):
+    with caplog.at_level(logging.WARNING, logger="sensorium.engine.assembly.config"):
         assert_equal_to_generate(directory, "LlamaForCausalLM", make_prompts(52, 5, 30))
     assert "the context ends at 64 tokens, because its rotary factors are dynamic" in caplog.text
 

@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_end_a_request_and_stay_in_it(tiny_model: Ti
         enable_prefix_caching=False,
     )
     expected = llm.generate("hello world", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
-    embedding = llm.core.runner._adapter.embedding  # type: ignore[attr-defined]
+    embedding = llm.core.runner._hf_model.embedding  # type: ignore[attr-defined]
     with torch.no_grad():
         embedding.weight[300] = torch.nan
     failed = llm.generate([[300] * 40], GREEDY, use_tqdm=False, return_errors=True)[0]
@@ -63,7 +63,7 @@ def test_a_request_that_may_choose_no_token_fails_instead_of_choosing_one(
     tiny_model: TinyModel,
 ) -> None:
     llm = LLM(tiny_model("llama"), max_model_len=64, max_num_seqs=2)
-    every = tuple(range(llm.core.runner._adapter.vocab_size))  # type: ignore[attr-defined]
+    every = tuple(range(llm.core.runner._hf_model.vocab_size))  # type: ignore[attr-defined]
     params = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=every)
     outputs = llm.generate(["hello", "hello"], [params, GREEDY], use_tqdm=False, return_errors=True)
     assert outputs[0].outputs[0].finish_reason is FinishReason.ERROR

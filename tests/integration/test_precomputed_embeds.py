@@ -17,7 +17,7 @@ from sensorium import LLM, RequestError
 from sensorium.multimodal.item_codec import PrecomputedEmbeds
 from sensorium.render.renderer import ChatRenderer
 from sensorium.types.outputs import RequestOutput
-from tests.integration.perceiving import (
+from tests.integration.media_steps import (
     GREEDY,
     OPTIONS,
     LlmOf,
@@ -26,7 +26,7 @@ from tests.integration.perceiving import (
     make_new_image,
 )
 from tests.parity.cases import make_media
-from tests.support.engine import get_adapter, make_llm, process_with_tensors
+from tests.support.engine import get_hf_model, make_llm, process_with_tensors
 
 TinyModel = Callable[[str], str]
 FAMILIES = {
@@ -67,7 +67,7 @@ def make_embeds(llm: LLM, modality: str, media: object) -> torch.Tensor:
     (feature,) = processed.request.mm_features
     num_embeds = [feature.mm_position.get_num_embeds()]
     with torch.inference_mode():
-        (embeds,) = get_adapter(llm).encode(modality, [tensors[feature.mm_hash]], num_embeds)
+        (embeds,) = get_hf_model(llm).encode(modality, [tensors[feature.mm_hash]], num_embeds)
     return embeds.clone()
 
 
@@ -104,7 +104,7 @@ def test_features_of_the_model_itself_are_such_embeddings(llm: LLM) -> None:
     processor = llm.input_processor.processor.hf_processor
     pixels = processor.image_processor(image, return_tensors="pt")["pixel_values"]
     with torch.no_grad():
-        features = get_adapter(llm).model.get_image_features(pixel_values=pixels).pooler_output
+        features = get_hf_model(llm).model.get_image_features(pixel_values=pixels).pooler_output
     (embeds,) = features
     expected = get_answer(ask(llm, "image", image))
     assert get_answer(ask(llm, "image_embeds", embeds)) == expected

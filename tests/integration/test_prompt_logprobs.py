@@ -75,15 +75,15 @@ def test_logits_exist_for_a_bounded_number_of_positions(
 ) -> None:
     monkeypatch.setattr(prompt_scorer, "MAX_ROWS", 5)
     llm = make_llm(tiny_model("llama"))
-    adapter = llm.core.runner._adapter  # type: ignore[attr-defined]
-    logits, sizes = adapter.logits, []
+    hf_model = llm.core.runner._hf_model  # type: ignore[attr-defined]
+    logits, sizes = hf_model.logits, []
 
     def note_size(hidden: torch.Tensor) -> torch.Tensor:
         sizes.append(len(hidden))
         result: torch.Tensor = logits(hidden)
         return result
 
-    monkeypatch.setattr(adapter, "logits", note_size)
+    monkeypatch.setattr(hf_model, "logits", note_size)
     outputs = llm.generate(PROMPTS, SCORED, use_tqdm=False)
     for output in outputs:
         check(output, plain.get_logprobs(output.prompt_token_ids), 3)

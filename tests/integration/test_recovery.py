@@ -19,7 +19,7 @@ from sensorium.multimodal.cache.mirror import MirrorReceiver
 from sensorium.multimodal.cache.shm import ShmReceiver
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.errors import CapacityError, MissingMediaError
-from tests.integration.perceiving import (
+from tests.integration.media_steps import (
     CACHE_TYPES,
     GREEDY,
     Calls,
@@ -44,7 +44,7 @@ Lose = Callable[[LLM], None]
 
 def restart(llm: LLM) -> None:
     """The core's half begins a new life, without anything."""
-    caches: Any = llm.perception.caches
+    caches: Any = llm.media_parts.caches
     if caches.store is None:
         llm.core.payloads.receiver = MirrorReceiver()
     else:
@@ -56,7 +56,7 @@ def reset_core(llm: LLM) -> None:
 
 
 def reset_frontend(llm: LLM) -> None:
-    llm.perception.caches.sender.clear_cache()
+    llm.media_parts.caches.sender.clear_cache()
 
 
 LOSSES = {
@@ -334,7 +334,7 @@ def test_whatever_is_lost_and_evicted_meanwhile_the_tokens_are_right(
             found = get_token_ids([outputs[request_id] for request_id in ids])
             assert found == [expected[order] for order in orders]
             assert_idle(llm)
-        statistics = llm.perception.caches.sender.statistics()
+        statistics = llm.media_parts.caches.sender.statistics()
         assert statistics.num_evictions > 1
         assert statistics.num_bytes <= statistics.capacity_bytes
         assert cache_type == "shm" or statistics.num_resends > 2

@@ -61,17 +61,17 @@ def break_pictures(monkeypatch: pytest.MonkeyPatch, core: LocalCore) -> None:
 
 async def rehearse(core: LocalCore, name: str) -> dict[str, str]:
     """Let a new frontend rehearse, and return what it has switched off."""
-    engine, perception = core.make_frontend(name)
+    engine, media_parts = core.make_frontend(name)
     try:
-        before = perception.caches.sender.statistics()
+        before = media_parts.caches.sender.statistics()
         dummies = warm_up(engine.renderer)
         await engine.connect(core.info)
         await engine.rehearse(dummies)
-        assert perception.caches.sender.statistics() == before
+        assert media_parts.caches.sender.statistics() == before
         return engine.switched_off
     finally:
         await engine.close()
-        perception.close()
+        media_parts.close()
 
 
 def assert_no_trace(core: LocalCore) -> None:
@@ -147,7 +147,7 @@ def test_real_requests_are_not_kept_waiting_by_a_rehearsal(
     chat = make_chat(make_png(3))
 
     async def main() -> None:
-        engine, perception = core.make_frontend("f0-1")
+        engine, media_parts = core.make_frontend("f0-1")
         await engine.connect(core.info)
         try:
             long = SamplingParams(temperature=0, max_tokens=3500, ignore_eos=True)
@@ -164,6 +164,6 @@ def test_real_requests_are_not_kept_waiting_by_a_rehearsal(
             assert before.outputs[0].token_ids == after.outputs[0].token_ids
         finally:
             await engine.close()
-            perception.close()
+            media_parts.close()
 
     asyncio.run(main())

@@ -14,7 +14,7 @@ import pytest
 
 from sensorium import LLM, SamplingParams
 from sensorium.types.errors import ModelError
-from tests.integration.perceiving import forget_outputs, make_new_png, make_prompt
+from tests.integration.media_steps import forget_outputs, make_new_png, make_prompt
 from tests.support.clients import ask, chat, make_image_part
 from tests.support.engine import make_llm
 from tests.support.redis_server import run_redis
@@ -44,8 +44,8 @@ def test_an_output_that_the_encoder_cache_lost_is_loaded(llava: str) -> None:
     with run_redis() as redis, make_llm(llava, mm_remote_cache=redis.url) as llm:
         prompt = make_prompt(make_new_png())
         expected, *_ = run(llm, prompt)
-        assert llm.perception.tiers is not None
-        assert llm.perception.tiers.writer.wait(30)
+        assert llm.media_parts.tiers is not None
+        assert llm.media_parts.tiers.writer.wait(30)
         forget_outputs(llm)
         assert run(llm, prompt) == (expected, 1, 1)
         redis.kill()

@@ -19,8 +19,8 @@ from tests.parity.cases import FAMILIES
 def get_own_defaults(directory: str, generation_config: str = "auto") -> GenerationDefaults:
     """Of the model itself."""
     config = load_config(directory)
-    adapter = load_model(directory, config, dtype=torch.float32, device=torch.device("cpu"))
-    return get_generation_defaults(adapter.model, generation_config)
+    hf_model = load_model(directory, config, dtype=torch.float32, device=torch.device("cpu"))
+    return get_generation_defaults(hf_model.model, generation_config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

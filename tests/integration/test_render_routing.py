@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
+from sensorium.engine.assembly.frontend import MediaParts
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.frontend import Perception
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.multimodal.decoding import decoding
 from sensorium.server.http.app import make_app
@@ -55,13 +55,13 @@ def core(request: Any, tmp_path_factory: Any, tiny_model: Callable[[str], str]) 
 
 
 def _call(
-    core: LocalCore, test: Callable[[httpx.AsyncClient, Perception], Awaitable[None]]
+    core: LocalCore, test: Callable[[httpx.AsyncClient, MediaParts], Awaitable[None]]
 ) -> None:
-    async def main(engine: AsyncEngine, perception: Perception) -> None:
+    async def main(engine: AsyncEngine, media_parts: MediaParts) -> None:
         app = make_app(engine, StandInOptions(), CountingMetrics())  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            await test(client, perception)
+            await test(client, media_parts)
 
     run(core, main)
 
@@ -91,8 +91,8 @@ def test_every_route_asks_the_cache_that_it_may(
 ) -> None:
     watch = _Watch(monkeypatch)
 
-    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
-        del perception
+    async def test(client: httpx.AsyncClient, media_parts: MediaParts) -> None:
+        del media_parts
         for path, body, is_skipped, needs_tensors in _ROUTES:
             watch.told.clear()
             response = await client.post(path, json=body)
@@ -102,9 +102,9 @@ def test_every_route_asks_the_cache_that_it_may(
     _call(core, test)
 
 
-def _get_order(perception: Perception) -> list[Any]:
+def _get_order(media_parts: MediaParts) -> list[Any]:
     """Of the main cache: its items, the next to go first, or when each was used."""
-    caches: Any = perception.caches
+    caches: Any = media_parts.caches
     if caches.store is None:
         return list(caches.sender._lru._evictable)
     used: list[int] = caches.store._index._last_used.tolist()
@@ -112,12 +112,12 @@ def _get_order(perception: Perception) -> list[Any]:
 
 
 def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: LocalCore) -> None:
-    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
+    async def test(client: httpx.AsyncClient, media_parts: MediaParts) -> None:
         for seed in (1, 2, 3):
             assert (await client.post(CHAT, json=_see(seed, max_tokens=1))).status_code == 200
-        sender = perception.caches.sender
-        await wait_until_async(lambda: get_num_handles(perception) == 0)
-        before, order = sender.statistics(), _get_order(perception)
+        sender = media_parts.caches.sender
+        await wait_until_async(lambda: get_num_handles(media_parts) == 0)
+        before, order = sender.statistics(), _get_order(media_parts)
         for seed in (2, 1, 4):
             for path, fields in (
                 (f"{CHAT}/render", {}),
@@ -128,10 +128,10 @@ def test_render_and_tokenize_leave_counts_and_order_of_the_main_cache(core: Loca
                 assert response.status_code == 200, response.text
         assert sender.statistics() == before
         assert len(order) == 3
-        assert _get_order(perception) == order
+        assert _get_order(media_parts) == order
         assert (await client.post(CHAT, json=_see(2, max_tokens=1))).status_code == 200
-        await wait_until_async(lambda: get_num_handles(perception) == 0)
-        assert _get_order(perception) != order
+        await wait_until_async(lambda: get_num_handles(media_parts) == 0)
+        assert _get_order(media_parts) != order
 
     _call(core, test)
 
@@ -141,8 +141,8 @@ def test_a_repeated_render_decodes_nothing(
 ) -> None:
     watch = _Watch(monkeypatch)
 
-    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
-        del perception
+    async def test(client: httpx.AsyncClient, media_parts: MediaParts) -> None:
+        del media_parts
         answers = [(await client.post(f"{CHAT}/render", json=_see(11))).json() for _ in range(3)]
         assert watch.num_decoded == 1
         assert [answer["features"] for answer in answers] == [answers[0]["features"]] * 3
@@ -159,13 +159,13 @@ def test_names_and_places_need_no_decode_at_all(
 ) -> None:
     watch = _Watch(monkeypatch)
 
-    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
+    async def test(client: httpx.AsyncClient, media_parts: MediaParts) -> None:
         body = _see(12, return_kwargs=False)
-        num_items = perception.caches.readonly.statistics().num_items
+        num_items = media_parts.caches.readonly.statistics().num_items
         light = (await client.post(f"{CHAT}/render", json=body)).json()
         count = (await client.post("/tokenize", json=_see(13))).json()["count"]
         assert watch.num_decoded == 0
-        assert perception.caches.readonly.statistics().num_items == num_items
+        assert media_parts.caches.readonly.statistics().num_items == num_items
         whole = (await client.post(f"{CHAT}/render", json=_see(12))).json()
         assert watch.num_decoded == 1
         assert whole["token_ids"] == light["token_ids"]
@@ -177,8 +177,8 @@ def test_names_and_places_need_no_decode_at_all(
 
 
 def test_a_damaged_image_that_nobody_decoded_takes_no_uuid_away(core: LocalCore) -> None:
-    async def test(client: httpx.AsyncClient, perception: Perception) -> None:
-        del perception
+    async def test(client: httpx.AsyncClient, media_parts: MediaParts) -> None:
+        del media_parts
         good, damaged = _see(14), _see(14)
         part, other = good["messages"][0]["content"][1], damaged["messages"][0]["content"][1]
         pixels = bytearray(make_png(14))

@@ -14,7 +14,7 @@ import torch
 
 from sensorium import RequestError
 from sensorium.types.multimodal import ItemLayout, PlaceholderRange
-from tests.integration.perceiving import (
+from tests.integration.media_steps import (
     CACHE_TYPES,
     GREEDY,
     LlmOf,

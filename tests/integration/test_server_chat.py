@@ -168,11 +168,11 @@ def test_uuid_stands_for_media_that_was_sent(client: OpenAI, omni_server: Server
     second = chat(client, ask(kept, "What is this?"))
     assert second.choices == first.choices
     assert first.get_hits("processor") + second.get_hits("processor") == ["miss", "hit"]
-    sound = chat(client, ask(make_audio_part(41, uuid="cat"), "Who speaks?"))
+    audio = chat(client, ask(make_audio_part(41, uuid="cat"), "Who speaks?"))
     again = chat(
         client, ask({"type": "input_audio", "input_audio": None, "uuid": "cat"}, "Who speaks?")
     )
-    assert again.choices == sound.choices  # a name of its own among sounds
+    assert again.choices == audio.choices  # a name of its own among sounds
 
     unknown = {"type": "image_url", "image_url": None, "uuid": "dog"}
     body = {"messages": ask(kept, unknown)}

@@ -20,7 +20,7 @@ import sensorium.embedded
 from sensorium.speech.pieces import find_cuts
 from tests.integration.fault_load import wait_until_idle
 from tests.parity.cases import make_audio
-from tests.support.media import make_pixels, write_image, write_sound
+from tests.support.media import make_pixels, write_audio, write_image
 from tests.support.server import ServerProcess
 from tests.support.waiting import wait_until
 
@@ -38,7 +38,7 @@ def make_long(num_times: int) -> bytes:
     assert rate == RATE
     piece = np.zeros(10 * RATE, dtype=np.float32)
     piece[: len(words)] = words
-    return write_sound(np.tile(piece, num_times), "FLAC", "PCM_16")
+    return write_audio(np.tile(piece, num_times), "FLAC", "PCM_16")
 
 
 LONG, LONG_S = make_long(7), 70.0
@@ -57,8 +57,8 @@ def client(server: ServerProcess) -> Iterator[OpenAI]:
         yield client
 
 
-def transcribe(client: OpenAI, sound: bytes = SPEECH, **fields: Any) -> Any:
-    return client.audio.transcriptions.create(model=MODEL, file=("sound.flac", sound), **fields)
+def transcribe(client: OpenAI, audio: bytes = SPEECH, **fields: Any) -> Any:
+    return client.audio.transcriptions.create(model=MODEL, file=("sound.flac", audio), **fields)
 
 
 def test_speech_is_written_down_in_every_format(client: OpenAI) -> None:
@@ -81,15 +81,15 @@ def test_speech_is_written_down_in_every_format(client: OpenAI) -> None:
     assert all(entry.logprob <= 0 for entry in scored.logprobs)
 
 
-def test_a_long_sound_is_answered_as_chats_about_its_pieces(client: OpenAI) -> None:
+def test_a_long_audio_is_answered_as_chats_about_its_pieces(client: OpenAI) -> None:
     samples, _ = soundfile.read(io.BytesIO(LONG), dtype="float32")
     cuts = find_cuts(samples, RATE, max_s=12.0)
     assert len(cuts) == NUM_PIECES
     expected = []
     for start, end in cuts:
-        sound = base64.b64encode(write_sound(samples[start:end], "WAV", "FLOAT")).decode()
+        audio = base64.b64encode(write_audio(samples[start:end], "WAV", "FLOAT")).decode()
         content: Any = [
-            {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
+            {"type": "input_audio", "input_audio": {"data": audio, "format": "wav"}},
             {"type": "text", "text": "Write down what you hear."},
         ]
         answer = client.chat.completions.create(
@@ -161,9 +161,9 @@ def test_what_it_can_not_do_is_refused(client: OpenAI, fields: dict[str, Any], p
 
 
 @pytest.mark.parametrize("sound", [b"no sound", write_image(make_pixels(8, 8), "PNG")])
-def test_files_without_a_sound_are_refused(client: OpenAI, sound: bytes) -> None:
+def test_files_without_an_audio_file_are_refused(client: OpenAI, audio: bytes) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
-        transcribe(client, sound)
+        transcribe(client, audio)
     assert raised.value.param == "file"
 
 
@@ -192,12 +192,12 @@ def test_a_client_that_leaves_ends_its_transcript(server: ServerProcess) -> None
 @pytest.mark.slow
 def test_frontends_that_share_a_cache_share_the_pieces(shared_server: ServerProcess) -> None:
     """Each of the two frontends gets the file at some time, and finds what the other has made."""
-    sound = write_sound(make_audio(40.0, seed=5), "WAV", "PCM_16")
+    audio = write_audio(make_audio(40.0, seed=5), "WAV", "PCM_16")
     hits = "vllm:mm_cache_hits_total"
     texts = set()
     before = shared_server.get_metrics()[hits]
     for _ in range(6):
-        response = shared_server.post(ROUTE, files={"file": ("sound.wav", sound)})
+        response = shared_server.post(ROUTE, files={"file": ("sound.wav", audio)})
         assert response.status_code == 200, response.text
         texts.add(response.json()["text"])
     assert len(texts) == 1

@@ -85,8 +85,8 @@ def test_the_embedded_model_writes_down_what_is_said(server: ServerProcess) -> N
     assert count("lag_seconds_count") == 4
     assert count("chunk_seconds_count") > 4
     assert after["sensorium:realtime_waiting_seconds"] == pytest.approx(0, abs=1e-6)
-    heard_s = 2 * len(speak("speech", "question")) / RATE
-    assert count("audio_seconds_total") == pytest.approx(heard_s)
+    received_s = 2 * len(speak("speech", "question")) / RATE
+    assert count("audio_seconds_total") == pytest.approx(received_s)
 
 
 def test_the_openai_package_commits_by_itself(server: ServerProcess) -> None:
@@ -96,9 +96,9 @@ def test_the_openai_package_commits_by_itself(server: ServerProcess) -> None:
             await connection.session.update(
                 session={"type": "transcription", "audio": {"input": {"turn_detection": None}}}
             )
-            sound = to_pcm16(read_sample("speech", 24_000))
-            for start in range(0, len(sound), 9600):
-                audio = base64.b64encode(sound[start : start + 9600]).decode()
+            audio = to_pcm16(read_sample("speech", 24_000))
+            for start in range(0, len(audio), 9600):
+                audio = base64.b64encode(audio[start : start + 9600]).decode()
                 await connection.input_audio_buffer.append(audio=audio)
             await connection.input_audio_buffer.commit()
             async for event in connection:
@@ -138,24 +138,24 @@ def test_many_sessions_that_are_dropped_leave_nothing(server: ServerProcess) -> 
     wait_until_idle(server)
     (frontend,) = server.find_children("frontend_main")
     num_files = len(os.listdir(f"/proc/{frontend}/fd"))
-    sound = speak("speech")
+    audio = speak("speech")
     for _ in range(10):
         talkers = [begin(server) for _ in range(10)]
         for index, talker in enumerate(talkers):
-            talker.say(sound[: 5000 * (index + 1)], step=5000)
+            talker.say(audio[: 5000 * (index + 1)], step=5000)
         for talker in talkers:
             talker.socket.socket.shutdown(socket.SHUT_RDWR)
         wait_until_idle(server)
     assert len(os.listdir(f"/proc/{frontend}/fd")) <= num_files + 2
     with begin(server) as talker:
-        talker.say(sound)
+        talker.say(audio)
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == WORDS["speech"]
 
 
 def test_a_session_survives_the_core() -> None:
     with serve(EMBEDDED_MODEL) as running, begin(running) as talker:
-        sound = speak("speech")
-        talker.say(sound)
+        audio = speak("speech")
+        talker.say(audio)
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == WORDS["speech"]
         (core,) = running.find_children("core_main")
         os.kill(core, signal.SIGSTOP)
@@ -165,7 +165,7 @@ def test_a_session_survives_the_core() -> None:
         failed = talker.receive_until(FAILED)[-1]
         assert failed["error"]["code"] == "engine_lost"
         wait_until(lambda: running.get("/health").status_code == 200, "there is a new core")
-        talker.say(sound)
+        talker.say(audio)
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == WORDS["speech"]
 
 
@@ -191,15 +191,15 @@ def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
 def test_whisper_hears_turns_too(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
     directory = make_brief(tiny_model("whisper"), tmp_path / "whisper")
     with serve(str(directory)) as running:
-        sound = speak("speech")
+        audio = speak("speech")
         with begin(running, turn_detection=None) as talker:
-            talker.say(sound)
+            talker.say(audio)
             talker.commit()
             messages = talker.receive_until(COMPLETED)
         deltas = [each["delta"] for each in messages if each["type"].endswith(".delta")]
         assert "".join(deltas) == messages[-1]["transcript"]
         with begin(running) as talker:
-            talker.say(sound)
+            talker.say(audio)
             assert talker.receive_until(COMPLETED)[-1]["usage"]["seconds"] > 2
         with Talker(running.get_url(), OPENAI) as talker:
             talker.receive()

@@ -28,7 +28,7 @@ def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
 
 
-def test_a_model_that_chats_about_sounds_transcribes(omni_server: ServerProcess) -> None:
+def test_a_model_that_chats_about_audios_transcribes(omni_server: ServerProcess) -> None:
     for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
         response = omni_server.post(path, files={"file": ("sound.wav", make_wav())})
         assert response.status_code == 200, response.text

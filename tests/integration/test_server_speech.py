@@ -25,7 +25,7 @@ from openai import OpenAI
 from tests.integration.fault_load import wait_until_idle
 from tests.integration.speaking import SHORT_S, make_brief, make_wav
 from tests.parity.cases import make_audio
-from tests.support.media import make_clip, make_pixels, write_image, write_sound, write_video
+from tests.support.media import make_clip, make_pixels, write_audio, write_image, write_video
 from tests.support.server import ServerProcess, serve
 from tests.support.waiting import wait_until
 
@@ -46,8 +46,8 @@ class Served:
     server: ServerProcess
     folder: Path
 
-    def send(self, sound: bytes = SHORT, path: str = ROUTE, **fields: str) -> httpx.Response:
-        files = {"file": ("sound.wav", sound)}
+    def send(self, audio: bytes = SHORT, path: str = ROUTE, **fields: str) -> httpx.Response:
+        files = {"file": ("sound.wav", audio)}
         return httpx.post(self.server.get_url(path), data=fields, files=files, timeout=120.0)
 
     def list_files(self) -> list[str]:
@@ -92,9 +92,9 @@ def client(served: Served) -> Iterator[OpenAI]:
         yield client
 
 
-def transcribe(client: OpenAI, sound: bytes = SHORT, **fields: Any) -> Any:
+def transcribe(client: OpenAI, audio: bytes = SHORT, **fields: Any) -> Any:
     return client.audio.transcriptions.create(
-        model=MODEL, file=("sound.wav", sound), extra_body=SEED, **fields
+        model=MODEL, file=("sound.wav", audio), extra_body=SEED, **fields
     )
 
 
@@ -207,11 +207,11 @@ def test_the_same_seed_gives_the_same_text(client: OpenAI) -> None:
 
 
 def test_eight_clients_at_once_get_what_each_gets_alone(client: OpenAI, served: Served) -> None:
-    sounds = [make_wav(0.5 + 0.3 * index, seed=20 + index) for index in range(8)]
+    audios = [make_wav(0.5 + 0.3 * index, seed=20 + index) for index in range(8)]
     with ThreadPoolExecutor(8) as threads:
-        together = list(threads.map(lambda sound: transcribe(client, sound), sounds))
+        together = list(threads.map(lambda audio: transcribe(client, audio), audios))
     assert len({answer.text for answer in together}) > 2
-    assert [transcribe(client, sound) for sound in sounds] == together
+    assert [transcribe(client, audio) for audio in audios] == together
     served.wait_until_nothing_is_left()
 
 
@@ -233,10 +233,10 @@ def test_a_client_that_leaves_ends_its_transcript(served: Served, is_streamed: b
     aborted = 'vllm:request_success_total{finished_reason="abort"}'
     windows = 'sensorium:core_requests_total{finished_reason="stop"}'
     before, num_before = served.count(aborted), served.count(windows)
-    sound = write_sound(make_audio(60.0, seed=40 + is_streamed), "WAV", "PCM_U8")
+    audio = write_audio(make_audio(60.0, seed=40 + is_streamed), "WAV", "PCM_U8")
     request: dict[str, Any] = {
         "url": served.server.get_url(ROUTE),
-        "files": {"file": ("sound.wav", sound)},
+        "files": {"file": ("sound.wav", audio)},
         "data": {"stream": str(is_streamed).lower()},
     }
     if is_streamed:
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_ends_its_transcript(served: Served, is_streamed: b
 # ---- caches and metrics
 
 
-def test_a_sound_that_comes_again_is_neither_decoded_nor_encoded(
+def test_an_audio_file_that_comes_again_is_neither_decoded_nor_encoded(
     client: OpenAI, served: Served
 ) -> None:
     levels = ("readonly", "processor", "transfer", "encoder")
@@ -266,9 +266,9 @@ def test_a_sound_that_comes_again_is_neither_decoded_nor_encoded(
             for level in levels
         }
 
-    sound = make_wav(seed=50)
+    audio = make_wav(seed=50)
     misses = count_misses()
-    first = transcribe(client, sound)
+    first = transcribe(client, audio)
     wait_until(
         lambda: all(count > misses[level] for level, count in count_misses().items()),
         "everything is computed once",
@@ -277,7 +277,7 @@ def test_a_sound_that_comes_again_is_neither_decoded_nor_encoded(
     known = count_misses()
     queries = 'sensorium:cache_queries_total{level="encoder"}'
     num_queries = served.count(queries)
-    assert transcribe(client, sound) == first
+    assert transcribe(client, audio) == first
     wait_until(lambda: served.count(queries) >= num_queries + 2, "the language and the text")
     served.wait_until_nothing_is_left()
     assert count_misses() == known
@@ -302,19 +302,19 @@ def test_a_transcript_counts_as_one_request(client: OpenAI, served: Served) -> N
 # ---- uploads
 
 
-def claim_ten_hours(sound: bytes) -> bytes:
+def claim_ten_hours(audio: bytes) -> bytes:
     """Return a WAV file whose header announces ten hours of samples."""
     num_bytes = 10 * 3600 * 16_000 * 2
     return (
-        sound[:4]
+        audio[:4]
         + struct.pack("<I", num_bytes + 36)
-        + sound[8:40]
+        + audio[8:40]
         + struct.pack("<I", num_bytes)
-        + sound[44:]
+        + audio[44:]
     )
 
 
-def make_clip_with_sound() -> bytes:
+def make_clip_with_audio() -> bytes:
     """Return a video with a sound track."""
     file = io.BytesIO()
     samples = make_audio(SHORT_S, seed=0)
@@ -327,22 +327,22 @@ def make_clip_with_sound() -> bytes:
             container.mux(pictures.encode(frame))
         container.mux(pictures.encode(None))
         values = (samples * 32767).astype(np.int16)[None]
-        sound = av.AudioFrame.from_ndarray(values, format="s16", layout="mono")
-        sound.sample_rate = 16_000
-        container.mux(track.encode(sound))
+        audio = av.AudioFrame.from_ndarray(values, format="s16", layout="mono")
+        audio.sample_rate = 16_000
+        container.mux(track.encode(audio))
         container.mux(track.encode(None))
     return file.getvalue()
 
 
-FLAC = write_sound(make_audio(SHORT_S, seed=0), "FLAC", "PCM_16")
+FLAC = write_audio(make_audio(SHORT_S, seed=0), "FLAC", "PCM_16")
 
 
-def claim_ten_hours_of_flac(sound: bytes) -> bytes:
+def claim_ten_hours_of_flac(audio: bytes) -> bytes:
     """Return a FLAC file whose header announces ten hours of samples, which is believed."""
     # The number of samples has 36 bits, from the middle of this byte on.
     start, number = 21, 10 * 3600 * 16_000
-    first = (sound[start] & 0xF0) | (number >> 32)
-    return sound[:start] + bytes([first]) + struct.pack(">I", number & 0xFFFFFFFF) + sound[26:]
+    first = (audio[start] & 0xF0) | (number >> 32)
+    return audio[:start] + bytes([first]) + struct.pack(">I", number & 0xFFFFFFFF) + audio[26:]
 
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
@@ -358,7 +358,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_a_file_without_a_sound_is_refused(served: Served, name: str, stream: str) -> None:
+def test_a_file_without_an_audio_file_is_refused(served: Served, name: str, stream: str) -> None:
     content, words = BAD_FILES[name]
     ended = 'vllm:request_success_total{finished_reason="error"}'
     num_ended = served.count(ended)
@@ -373,8 +373,8 @@ def test_a_file_without_a_sound_is_refused(served: Served, name: str, stream: st
 def test_a_file_is_heard_as_far_as_it_goes(client: OpenAI) -> None:
     """A header may announce more samples than there are, as that of a recording that was cut."""
     whole = transcribe(client, response_format="verbose_json")
-    for sound in (claim_ten_hours(SHORT), make_clip_with_sound()):
-        answer = transcribe(client, sound, response_format="verbose_json")
+    for audio in (claim_ten_hours(SHORT), make_clip_with_audio()):
+        answer = transcribe(client, audio, response_format="verbose_json")
         assert answer.duration == pytest.approx(SHORT_S, abs=0.1)
         assert answer.language == whole.language
     half = transcribe(client, SHORT[: len(SHORT) // 2], response_format="verbose_json")

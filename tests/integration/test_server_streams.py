@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from sensorium.utils.silences import Samples
-from tests.support.media import write_sound
+from tests.support.media import write_audio
 from tests.support.server import COMMAND, ROOT, ServerProcess, serve
 from tests.support.talking import Talker, to_pcm16
 from tests.support.tones import RATE, TOKEN, StreamedReference, make_tones
@@ -43,17 +43,17 @@ def server(model: str) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
-def sounds() -> list[Samples]:
+def audios() -> list[Samples]:
     return [make_tones(seed, seconds) for seed, seconds in enumerate(LENGTHS_S)]
 
 
 @pytest.fixture(scope="module")
 def texts(
-    model: str, sounds: Sequence[Samples], tmp_path_factory: pytest.TempPathFactory
+    model: str, audios: Sequence[Samples], tmp_path_factory: pytest.TempPathFactory
 ) -> list[str]:
     reference = StreamedReference(model, tmp_path_factory.mktemp("processors"))
-    pairs = zip(sounds, DELAYS_MS, strict=True)
-    return [reference.decode(reference.generate(sound, delay_ms)) for sound, delay_ms in pairs]
+    pairs = zip(audios, DELAYS_MS, strict=True)
+    return [reference.decode(reference.generate(audio, delay_ms)) for audio, delay_ms in pairs]
 
 
 def begin(server: ServerProcess, **fields: Any) -> Talker:
@@ -64,20 +64,20 @@ def begin(server: ServerProcess, **fields: Any) -> Talker:
     return talker
 
 
-def talk(server: ServerProcess, sound: Samples, delay: Any) -> tuple[str, str]:
+def talk(server: ServerProcess, audio: Samples, delay: Any) -> tuple[str, str]:
     """Return the text of an item, and its deltas joined."""
     with begin(server, transcription={"delay": delay}) as talker:
-        talker.say(sound, step=TOKEN)
+        talker.say(audio, step=TOKEN)
         talker.commit()
         messages = talker.receive_until(f"{TRANSCRIPTION}.completed")
     deltas = [m["delta"] for m in messages if m["type"] == f"{TRANSCRIPTION}.delta"]
     return messages[-1]["transcript"], "".join(deltas)
 
 
-def transcribe(server: ServerProcess, sound: Samples) -> str:
+def transcribe(server: ServerProcess, audio: Samples) -> str:
     answer = server.post(
         "/v1/audio/transcriptions",
-        files={"file": ("sound.wav", write_sound(sound, "WAV", "PCM_16"))},
+        files={"file": ("sound.wav", write_audio(audio, "WAV", "PCM_16"))},
         data={"model": server.get("/v1/models").json()["data"][0]["id"]},
     )
     assert answer.status_code == 200, answer.text
@@ -94,15 +94,15 @@ def wait_until_idle(server: ServerProcess) -> None:
 
 
 def test_sessions_with_different_delays_beside_files(
-    server: ServerProcess, sounds: list[Samples], texts: list[str]
+    server: ServerProcess, audios: list[Samples], texts: list[str]
 ) -> None:
     assert len(set(texts)) == len(texts)
     with ThreadPoolExecutor(12) as pool:
         talks = [
-            pool.submit(talk, server, sound, delay)
-            for sound, delay in zip(sounds, DELAYS, strict=True)
+            pool.submit(talk, server, audio, delay)
+            for audio, delay in zip(audios, DELAYS, strict=True)
         ]
-        whole = [pool.submit(transcribe, server, sounds[2]) for _ in range(3)]
+        whole = [pool.submit(transcribe, server, audios[2]) for _ in range(3)]
         for task, text in zip(talks, texts, strict=True):
             assert task.result() == (text, text)
         assert {task.result() for task in whole} == {texts[2]}
@@ -110,24 +110,24 @@ def test_sessions_with_different_delays_beside_files(
 
 
 def test_the_dialect_of_vllm(
-    server: ServerProcess, sounds: list[Samples], texts: list[str]
+    server: ServerProcess, audios: list[Samples], texts: list[str]
 ) -> None:
     """One text for each sound, and two sounds in one connection."""
     with Talker(server.get_url()) as talker:
         talker.receive()
         for number in (2, 7):
-            talker.say(sounds[number], step=TOKEN)
+            talker.say(audios[number], step=TOKEN)
             talker.commit(final=True)
             messages = talker.receive_until("transcription.done")
             assert messages[-1]["text"] == texts[number]
             assert "".join(m.get("delta", "") for m in messages) == texts[number]
             seconds = messages[-1]["usage"]["seconds"]
-            assert seconds == pytest.approx(len(sounds[number]) / RATE, abs=0.001)
+            assert seconds == pytest.approx(len(audios[number]) / RATE, abs=0.001)
 
 
-def test_text_comes_before_the_commit(server: ServerProcess, sounds: list[Samples]) -> None:
+def test_text_comes_before_the_commit(server: ServerProcess, audios: list[Samples]) -> None:
     with begin(server) as talker:
-        talker.say(sounds[2], step=TOKEN)
+        talker.say(audios[2], step=TOKEN)
         assert talker.receive()["type"] == f"{TRANSCRIPTION}.delta"
         talker.send("input_audio_buffer.clear")
         assert talker.receive_until("input_audio_buffer.cleared")
@@ -172,22 +172,22 @@ def test_the_command_line_sends_the_delay(server: ServerProcess, delay: str, wor
 
 
 def test_a_client_vanishes_and_the_core_is_killed(
-    model: str, sounds: list[Samples], texts: list[str]
+    model: str, audios: list[Samples], texts: list[str]
 ) -> None:
     """The item that was spoken fails, and the session goes on with the next core."""
     with serve(model, "--max-model-len", "1024") as server:
         gone = begin(server)
-        gone.say(sounds[0], step=TOKEN)
+        gone.say(audios[0], step=TOKEN)
         gone.socket.socket.close()
         with begin(server) as talker:
-            talker.say(sounds[2][: 20 * TOKEN], step=TOKEN)
+            talker.say(audios[2][: 20 * TOKEN], step=TOKEN)
             talker.receive()
             (core,) = server.find_children("core")
             os.kill(core, signal.SIGKILL)
             failed = talker.receive_until(f"{TRANSCRIPTION}.failed")[-1]
             assert failed["error"]["code"] == "engine_lost"
             wait_until(lambda: server.get("/health").status_code == 200, "another core runs")
-            talker.say(sounds[2], step=TOKEN)
+            talker.say(audios[2], step=TOKEN)
             talker.commit()
             done = talker.receive_until(f"{TRANSCRIPTION}.completed")[-1]
             assert done["transcript"] == texts[2]

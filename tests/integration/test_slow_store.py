@@ -11,7 +11,7 @@ import pytest
 
 from sensorium import LLM, SamplingParams
 from sensorium.multimodal.tiers.disk import DiskStore
-from tests.integration.perceiving import forget_outputs, make_new_png, make_prompt
+from tests.integration.media_steps import forget_outputs, make_new_png, make_prompt
 from tests.support.engine import assert_nothing_is_left, make_llm
 from tests.support.waiting import wait_until
 
@@ -46,7 +46,7 @@ def llm(
 
 @pytest.fixture
 def disk(llm: LLM) -> Iterator[StuckDisk]:
-    tiers = llm.perception.tiers
+    tiers = llm.media_parts.tiers
     assert tiers is not None
     (own,) = tiers._stores
     assert isinstance(own, DiskStore)
@@ -72,8 +72,8 @@ def count(llm: LLM) -> tuple[int, int]:
 def remember(llm: LLM, *prompts: object) -> list[tuple[int, ...]]:
     """Let the store have the encoder outputs of prompts, and no memory of the core; the answers."""
     answers = [output.outputs[0].token_ids for output in llm.generate(list(prompts), GREEDY)]
-    assert llm.perception.tiers is not None
-    assert llm.perception.tiers.writer.wait(60)
+    assert llm.media_parts.tiers is not None
+    assert llm.media_parts.tiers.writer.wait(60)
     forget_outputs(llm)
     return answers
 

@@ -28,7 +28,7 @@ from sensorium.speech.live.session import (
 )
 from tests.integration.async_serving import run_core
 from tests.integration.test_async_engine import run
-from tests.support.talking import LOUD, QUIET, RATE, LoudnessDetector, make_sound
+from tests.support.talking import LOUD, QUIET, RATE, LoudnessDetector, make_tones
 
 
 async def read_to_flush(session: StreamSession) -> list[LiveEvent]:
@@ -40,25 +40,25 @@ async def read_to_flush(session: StreamSession) -> list[LiveEvent]:
     return events
 
 
-def test_the_sound_decides_when_a_text_ends(
+def test_the_audio_decides_when_a_text_ends(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
     """Here every token ends a text. Nothing that was said is lost by that."""
     events: list[LiveEvent] = []
 
     async def test(engine: AsyncEngine, _: Any) -> None:
-        sounds: Any = engine._inputs.processor.beside
-        model = StreamedModel(processor=sounds, tokenizer=engine.tokenizer, silent_ids=())
+        audios: Any = engine._inputs.processor.beside
+        model = StreamedModel(processor=audios, tokenizer=engine.tokenizer, silent_ids=())
         session = StreamSource(engine, model).open(LiveOptions(turn_detection=None))
         try:
-            await session.append(make_sound((LOUD, 4.0)))
+            await session.append(make_tones((LOUD, 4.0)))
             await session.flush()
             events.extend(await read_to_flush(session))
         finally:
             await session.close()
 
     with run_core(tiny_model("voxtral_realtime"), tmp_path) as core:
-        ends = tuple(range(core.built.adapter.vocab_size))
+        ends = tuple(range(core.built.hf_model.vocab_size))
         defaults = replace(core.info.defaults, eos_token_ids=ends)
         core.info = msgspec.structs.replace(core.info, defaults=defaults)
         run(core, lambda *parts: asyncio.wait_for(test(*parts), 240))
@@ -73,15 +73,15 @@ def test_times_go_on_when_turn_detection_begins(
     events: list[LiveEvent] = []
 
     async def test(engine: AsyncEngine, _: Any) -> None:
-        sounds: Any = engine._inputs.processor.beside
-        model = StreamedModel(processor=sounds, tokenizer=engine.tokenizer, silent_ids=())
+        audios: Any = engine._inputs.processor.beside
+        model = StreamedModel(processor=audios, tokenizer=engine.tokenizer, silent_ids=())
         source = StreamSource(engine, model, make_detector=LoudnessDetector)
         session = source.open(LiveOptions(turn_detection=None))
         try:
-            await session.append(make_sound((LOUD, 3.0)))
+            await session.append(make_tones((LOUD, 3.0)))
             await session.commit()
             session.configure(LiveOptions(turn_detection=TurnDetection()))
-            await session.append(make_sound((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0)))
+            await session.append(make_tones((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0)))
             await session.flush()
             events.extend(await read_to_flush(session))
         finally:
@@ -118,16 +118,16 @@ def test_an_item_fails_in_words_when_a_context_without_a_window_is_full(
     detection = TurnDetection() if is_detecting else None
 
     async def test(engine: AsyncEngine, _: Any) -> None:
-        sounds: Any = engine._inputs.processor.beside
-        model = StreamedModel(processor=sounds, tokenizer=engine.tokenizer, silent_ids=())
+        audios: Any = engine._inputs.processor.beside
+        model = StreamedModel(processor=audios, tokenizer=engine.tokenizer, silent_ids=())
         source = StreamSource(engine, model, make_detector=LoudnessDetector)
         session = source.open(LiveOptions(turn_detection=detection))
 
         async def talk() -> None:
-            sound = make_sound((QUIET, 0.5), (LOUD, 6.0), (QUIET, 1.0))
+            audio = make_tones((QUIET, 0.5), (LOUD, 6.0), (QUIET, 1.0))
             step = int(chunk_s * RATE)
-            for start in range(0, len(sound), step):
-                await session.append(sound[start : start + step])
+            for start in range(0, len(audio), step):
+                await session.append(audio[start : start + step])
                 await asyncio.sleep(0.02)
 
         try:
@@ -138,7 +138,7 @@ def test_an_item_fails_in_words_when_a_context_without_a_window_is_full(
                     break
             await talking
             await session.clear()
-            await session.append(make_sound((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0)))
+            await session.append(make_tones((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0)))
             await session.flush()
             events.extend(await read_to_flush(session))
         finally:

@@ -66,9 +66,9 @@ def test_a_core_that_dies_is_replaced_and_every_frontend_hears_of_both(server: S
     os.kill(core["pid"], signal.SIGKILL)
     wait_until(lambda: len(server.get_events("f", "CoreUp")) == 4)
     for identity in ("f0-1", "f1-1"):
-        heard = server.get_events(identity, "Core")
-        assert [event["event"] for event in heard] == ["CoreUp", "CoreDown", "CoreUp"]
-        assert heard[-1]["endpoint"] == f"ipc://{private}/core-2.sock"
+        received = server.get_events(identity, "Core")
+        assert [event["event"] for event in received] == ["CoreUp", "CoreDown", "CoreUp"]
+        assert received[-1]["endpoint"] == f"ipc://{private}/core-2.sock"
     assert not is_alive(core["pid"])
     assert {path.name for path in private.glob("*.sock")} == {"core-2.sock"}
     assert len(server.get_child_ids()) == 4

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sensorium import LLM, RequestError
-from sensorium.engine.build.catalog import describe_model
-from sensorium.engine.build.options import LoadingOptions
+from sensorium.engine.assembly.catalog import describe_model
+from sensorium.engine.assembly.options import LoadingOptions
 from tests.integration.odd_models import make_phi4_multimodal, make_vipllava
 from tests.support.media import make_pixels, write_image
 from tests.support.server import ROOT, ServerProcess, kill, serve
@@ -166,7 +166,7 @@ def test_a_modality_of_which_two_items_fail_is_limited_to_one(tmp_path: Path) ->
         assert "WARNING" in line
 
 
-def test_a_model_that_pads_sounds_without_a_mask_hears_one_in_a_prompt(tmp_path: Path) -> None:
+def test_a_model_that_pads_audios_without_a_mask_hears_one_in_a_prompt(tmp_path: Path) -> None:
     """Granite Speech: alone each sound is right, whatever else runs at the same time."""
     command = [sys.executable, "-m", "tests.integration.granite_speech", str(tmp_path / "model")]
     paths = [ROOT / "scripts"]

@@ -30,7 +30,7 @@ from sensorium.speech.transcript import Transcript
 from tests.integration.speaking import make_brief, make_wav
 from tests.parity.cases import make_audio
 from tests.support.engine import make_llm
-from tests.support.media import write_sound
+from tests.support.media import write_audio
 from tests.support.server import (
     INTERRUPTIBLE_COMMAND,
     ROOT,
@@ -77,8 +77,8 @@ def shared_folder(
         (path / name).write_bytes(make_wav(seconds, seed=seed))
     (path / "letter.wav").write_text("Dear model, this is a letter. " * 20)
     with make_llm(str(path / "model"), max_model_len=None) as llm:
-        sounds = [path / name for name in NAMES]
-        return Folder(path=path, transcripts=llm.transcribe(sounds, use_tqdm=False))
+        audios = [path / name for name in NAMES]
+        return Folder(path=path, transcripts=llm.transcribe(audios, use_tqdm=False))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_file_that_fails_is_named_and_the_others_are_transcribed(
     assert len(lines) == 3
 
 
-def test_of_a_directory_all_sounds_are_transcribed(
+def test_of_a_directory_all_audios_are_transcribed(
     folder: Folder, run: Run, source: tuple[str, ...], tmp_path: Path
 ) -> None:
     recordings = tmp_path / "recordings"
@@ -217,7 +217,7 @@ def test_each_file_gets_a_transcript_in_a_directory(
     assert (target / "b.txt").read_text() == as_plain(folder.transcripts[1], "text")
 
 
-def test_a_sound_comes_on_stdin(
+def test_an_audio_file_comes_on_stdin(
     folder: Folder, run: Run, source: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = io.BytesIO((folder.path / "a.wav").read_bytes())
@@ -376,16 +376,16 @@ class Terminal:
 
 
 def make_long(path: Path, seconds: float) -> str:
-    path.write_bytes(write_sound(make_audio(seconds, seed=9), "WAV", "PCM_U8"))
+    path.write_bytes(write_audio(make_audio(seconds, seed=9), "WAV", "PCM_U8"))
     return str(path)
 
 
-def test_the_bar_moves_within_a_sound_and_ctrl_c_ends_the_command(
+def test_the_bar_moves_within_an_audio_file_and_ctrl_c_ends_the_command(
     folder: Folder, tmp_path: Path
 ) -> None:
-    sound = make_long(tmp_path / "long.wav", 1200.0)
+    audio = make_long(tmp_path / "long.wav", 1200.0)
     pool = ("--mm-processor-pool-size", "1")
-    with Terminal(sound, "--model", folder.model, *LOADING, *pool) as terminal:
+    with Terminal(audio, "--model", folder.model, *LOADING, *pool) as terminal:
         terminal.wait_for_text()
         assert terminal.interrupt() == 130
         shown = terminal.read_terminal()
@@ -398,8 +398,8 @@ def test_the_bar_moves_within_a_sound_and_ctrl_c_ends_the_command(
 def test_ctrl_c_ends_the_work_of_a_server(server: ServerProcess, tmp_path: Path) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     before = server.get_metrics(headers=headers)[ABORTED]
-    sounds = [make_long(tmp_path / f"{index}.wav", 300.0 + index) for index in range(2)]
-    with Terminal(*sounds, "--url", server.get_url(), "--api-key", KEY) as terminal:
+    audios = [make_long(tmp_path / f"{index}.wav", 300.0 + index) for index in range(2)]
+    with Terminal(*audios, "--url", server.get_url(), "--api-key", KEY) as terminal:
         terminal.wait_for_text()
         assert terminal.interrupt() == 130
         shown = terminal.read_terminal()

@@ -39,8 +39,8 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     assert not shared_llm.core.has_requests
 
 
-def transcribe(llm: LLM, sounds: Any, **options: Any) -> Any:
-    return llm.transcribe(sounds, use_tqdm=False, **options)
+def transcribe(llm: LLM, audios: Any, **options: Any) -> Any:
+    return llm.transcribe(audios, use_tqdm=False, **options)
 
 
 def get_parts(transcript: Transcript | None) -> Any:
@@ -54,15 +54,15 @@ def get_all(transcripts: Iterable[Transcript | None]) -> list[Any]:
     return [get_parts(transcript) for transcript in transcripts]
 
 
-def test_a_sound_that_fails_costs_the_others_nothing(llm: LLM, tmp_path: Path) -> None:
+def test_an_audio_file_that_fails_costs_the_others_nothing(llm: LLM, tmp_path: Path) -> None:
     expected = transcribe(llm, SOUNDS)
     assert all(transcript.text for transcript in expected)
     missing = tmp_path / "missing.wav"
-    sounds = [SOUNDS[0], BAD, SOUNDS[1], missing, SOUNDS[2]]
+    audios = [SOUNDS[0], BAD, SOUNDS[1], missing, SOUNDS[2]]
     with pytest.raises(RequestError, match=r"sounds\[1\]: .*can't be opened as a sound") as caught:
-        transcribe(llm, sounds)
+        transcribe(llm, audios)
     assert caught.value.path == ("sounds", 1)
-    found = transcribe(llm, sounds, return_errors=True)
+    found = transcribe(llm, audios, return_errors=True)
     assert [each.text for each in caught.value.outputs] == [each.text for each in found]
     assert get_all([found[0], found[2], found[4]]) == get_all(expected)
     errors = [str(transcript.error) for transcript in found if transcript.error]
@@ -73,7 +73,7 @@ def test_a_sound_that_fails_costs_the_others_nothing(llm: LLM, tmp_path: Path) -
     assert caught.value.path == ()
 
 
-def test_a_bug_and_a_failing_engine_fail_one_sound_only(
+def test_a_bug_and_a_failing_engine_fail_one_audio_only(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = transcribe(llm, SOUNDS)
@@ -162,8 +162,8 @@ def test_what_a_model_can_not_do_is_refused_at_once(
         transcribe(moonshine, SOUNDS, language="klingon")
     assert transcribe(moonshine, SOUNDS, language="English")[0].language == "en"
     # The pieces of a long sound are what is done of it. Four of them run at a time.
-    sound = (make_audio(150.0, seed=3), RATE)
-    times = [delta.done_s for delta in moonshine.stream_transcripts(sound)]
+    audio = (make_audio(150.0, seed=3), RATE)
+    times = [delta.done_s for delta in moonshine.stream_transcripts(audio)]
     assert len(set(times)) >= 3
     assert times[-1] == 150.0
     with pytest.raises(RequestError, match="only writes down speech"):

@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-import sensorium.engine.build.builder as builder
+import sensorium.engine.assembly.builder as builder
 import sensorium.models.loading as loading
 from sensorium import LLM, ModelError, RequestError, SamplingParams
 from sensorium.core.request import SchedulerCounters
@@ -67,7 +67,7 @@ def get_figures(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[float, floa
 def test_a_family_that_needs_no_code_passes(
     tiny_model: TinyModel, family: str, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, logger="sensorium.engine.build.trial"):
+    with caplog.at_level(logging.INFO, logger="sensorium.engine.assembly.trial"):
         llm = make_llm(tiny_model(family), dtype=dtype)
     tried = get_figures(caplog)
     assert tried.keys() == {"text", *(f"text with {m}" for m in MODALITIES[family])}
@@ -88,7 +88,7 @@ def assert_no_trace(llm: LLM) -> None:
     for pool in scheduler.kv_cache.statistics():
         assert (pool.num_used, pool.num_cached, pool.num_evictions) == (0, 0, 0)
     assert llm.core.runner.num_encoder_bytes == 0
-    caches = llm.perception.caches
+    caches = llm.media_parts.caches
     for cache in (caches.sender, caches.readonly):
         counts = cache.statistics()
         assert (counts.num_queries, counts.num_items, counts.num_bytes) == (0, 0, 0)
@@ -144,7 +144,7 @@ def test_a_modality_that_no_prompt_may_have_is_not_tried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = make_vipllava(tmp_path / "model")
-    caplog.set_level(logging.INFO, logger="sensorium.engine.build.trial")
+    caplog.set_level(logging.INFO, logger="sensorium.engine.assembly.trial")
     make_llm(directory, limit_mm_per_prompt={"image": 0})
     assert get_figures(caplog).keys() == {"text"}
 
@@ -152,7 +152,7 @@ def test_a_modality_that_no_prompt_may_have_is_not_tried(
 def test_a_model_without_another_attention_is_compared_with_disturbed_embeddings(
     tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, logger="sensorium.engine.build.trial")
+    caplog.set_level(logging.INFO, logger="sensorium.engine.assembly.trial")
     directory = Path(write_decoder(tmp_path / "model", tiny_model, "Qwen3ForCausalLM"))
     values = json.loads((directory / "config.json").read_text())
     values["_attn_implementation"] = "eager"

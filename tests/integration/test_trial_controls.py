@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-import sensorium.engine.build.builder as builder
+import sensorium.engine.assembly.builder as builder
 import sensorium.layers.attention.torch_backend as torch_backend
 import sensorium.models.loading as loading
 import sensorium.multimodal.placeholders as placeholders
 from sensorium import ModelError
 from sensorium.core.kv_cache_manager import KVCacheManager
-from sensorium.engine.build.trial import TrialRun
-from sensorium.models.adapter import ModelAdapter
+from sensorium.engine.assembly.trial import TrialRun
+from sensorium.models.hf_model import HfModel
 from sensorium.types.multimodal import MultiModalFeatureSpec
 from tests.integration.test_trial import write_decoder
 from tests.support.engine import make_llm
@@ -42,17 +42,17 @@ def test_a_dropped_window_is_found(
     tiny_model: TinyModel, tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_decoder(tmp_path / "model", tiny_model, "MistralForCausalLM")
-    probe_layers = ModelAdapter.probe_layers
+    probe_layers = HfModel.probe_layers
 
-    def drop(adapter: ModelAdapter) -> Any:
-        layers = probe_layers(adapter)
+    def drop(hf_model: HfModel) -> Any:
+        layers = probe_layers(hf_model)
         assert {layer.window for layer in layers} == {12}
         return tuple(replace(layer, window=None) for layer in layers)
 
     assert get_reasons(directory, dtype) == {}
-    monkeypatch.setattr(ModelAdapter, "probe_layers", drop)
+    monkeypatch.setattr(HfModel, "probe_layers", drop)
     # The model's own cache, which has the window, would show the mistake before the trial does.
-    monkeypatch.setattr(ModelAdapter, "find_context_limit", lambda *_: None)
+    monkeypatch.setattr(HfModel, "find_context_limit", lambda *_: None)
     with pytest.raises(ModelError, match=_DIFFERENT):
         make_llm(directory, dtype=dtype)
 
@@ -80,7 +80,7 @@ def test_plain_positions_instead_of_mrope_are_found(
     def ignore(_: Any, token_ids: Sequence[int], *__: Any) -> Any:
         return torch.arange(len(token_ids)).expand(3, -1), torch.zeros(3, 1, dtype=torch.long)
 
-    monkeypatch.setattr(ModelAdapter, "get_mrope_positions", ignore)
+    monkeypatch.setattr(HfModel, "get_mrope_positions", ignore)
     assert _DIFFERENT in get_reasons(tiny_model("glm4v"), dtype)["image"]
 
 
@@ -88,12 +88,12 @@ def test_positions_of_answers_that_forget_their_items_are_found(
     tiny_model: TinyModel, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first token of an answer is still right."""
-    get_positions = ModelAdapter.get_mrope_positions
+    get_positions = HfModel.get_mrope_positions
 
-    def forget(adapter: ModelAdapter, *arguments: Any) -> Any:
-        return get_positions(adapter, *arguments)[0], torch.zeros(3, 1, dtype=torch.long)
+    def forget(hf_model: HfModel, *arguments: Any) -> Any:
+        return get_positions(hf_model, *arguments)[0], torch.zeros(3, 1, dtype=torch.long)
 
-    monkeypatch.setattr(ModelAdapter, "get_mrope_positions", forget)
+    monkeypatch.setattr(HfModel, "get_mrope_positions", forget)
     assert _DIFFERENT in get_reasons(tiny_model("glm4v"), dtype)["image"]
 
 
@@ -116,12 +116,12 @@ def test_positions_that_begin_anew_in_every_step_are_found(
     tiny_model: TinyModel, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt that is computed in one step is still right."""
-    forward = ModelAdapter.forward
+    forward = HfModel.forward
 
-    def begin_anew(adapter: Any, embeds: Any, positions: Any, *rest: Any) -> Any:
-        return forward(adapter, embeds, positions - positions.min(), *rest)
+    def begin_anew(hf_model: Any, embeds: Any, positions: Any, *rest: Any) -> Any:
+        return forward(hf_model, embeds, positions - positions.min(), *rest)
 
-    monkeypatch.setattr(ModelAdapter, "forward", begin_anew)
+    monkeypatch.setattr(HfModel, "forward", begin_anew)
     with pytest.raises(ModelError, match="a trial of text"):
         make_llm(tiny_model("llama"), dtype=dtype)
 

@@ -12,7 +12,7 @@ from sensorium import LLM, RequestError
 from sensorium.multimodal.media import LoadedMedia, MediaBytes
 from sensorium.types.errors import MediaFetchError, MissingMediaError
 from sensorium.utils.pausing import Pausing
-from tests.integration.perceiving import (
+from tests.integration.media_steps import (
     CACHE_TYPES,
     Calls,
     Gate,
@@ -46,7 +46,7 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: LLM, content: bytes | None) -> None:
         self.content = content
         self.num_fetches = 0
-        loader = llm.perception.loader
+        loader = llm.media_parts.loader
         load_pausing = loader.load_pausing
 
         def load(sources: Sequence[tuple[Any, str]], **options: Any) -> Pausing[list[Any]]:
@@ -115,7 +115,7 @@ def test_a_uuid_whose_item_was_evicted_is_missing_until_it_is_sent_again(
 ) -> None:
     llm, uuid, data = llm_of(cache_type), make_uuid(), make_new_png()
     process_and_release(llm, make_uuid_prompt(data, uuid))
-    llm.perception.caches.sender.clear_cache()
+    llm.media_parts.caches.sender.clear_cache()
     with pytest.raises(MissingMediaError, match="send the media"):
         process(llm, make_uuid_prompt(None, uuid))
     with pytest.raises(RequestError, match="first used for another"):
@@ -145,10 +145,10 @@ def test_what_is_no_longer_cached_is_fetched_again_and_must_be_the_same(
     llm, uuid, data = llm_of("lru"), make_uuid(), make_new_png()
     host = Host(monkeypatch, llm, data)
     process_and_release(llm, make_uuid_prompt(URL, uuid))
-    llm.perception.caches.sender.clear_cache()
+    llm.media_parts.caches.sender.clear_cache()
     process_and_release(llm, make_uuid_prompt(URL, uuid))
     assert host.num_fetches == 2
-    llm.perception.caches.sender.clear_cache()
+    llm.media_parts.caches.sender.clear_cache()
     host.content = make_new_png()
     with pytest.raises(RequestError, match="first used for another image"):
         process(llm, make_uuid_prompt(URL, uuid))
@@ -207,7 +207,7 @@ def test_of_two_uploads_under_one_uuid_one_wins(
     outcomes = Outcomes(
         [lambda data=data: process(llm, make_uuid_prompt(data, uuid)) for data in images]  # type: ignore[misc]
     )
-    wait_until(lambda: llm.perception.pipeline.flights.num_waiting == 2)
+    wait_until(lambda: llm.media_parts.pipeline.flights.num_waiting == 2)
     gate.open()
     results = outcomes.wait()
     (error,) = [result for result in results if isinstance(result, RequestError)]

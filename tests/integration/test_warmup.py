@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.engine.inputs.warmup import warm_up
 from sensorium.multimodal import placeholders
 from sensorium.multimodal.media import MediaLimits
@@ -30,8 +30,8 @@ from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,
+    write_audio,
     write_image,
-    write_sound,
     write_video,
 )
 
@@ -45,7 +45,7 @@ def make_conversations() -> dict[str, list[dict[str, Any]]]:
     """Media of other formats, sizes and rates than the warm-up's."""
     files = {
         "image": write_image(make_pixels(60, 90), "JPEG"),
-        "audio": write_sound(make_melody(8000, rate=44_100), "FLAC", "PCM_16", rate=44_100),
+        "audio": write_audio(make_melody(8000, rate=44_100), "FLAC", "PCM_16", rate=44_100),
         "video": write_video(make_clip(8, 64, 96), "matroska", "libx264"),
     }
     conversations: dict[str, list[dict[str, Any]]] = {"text": [{"role": "user", "content": "Hi"}]}
@@ -101,7 +101,7 @@ def build(model: str, **options: Any) -> Iterator[FrontendApp]:
     try:
         yield half
     finally:
-        half.perception.close()
+        half.media_parts.close()
 
 
 def get_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -109,13 +109,13 @@ def get_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def assert_no_trace(half: FrontendApp) -> None:
-    perception = half.perception
-    for cache in (perception.caches.sender, perception.caches.readonly):
+    media_parts = half.media_parts
+    for cache in (media_parts.caches.sender, media_parts.caches.readonly):
         statistics = cache.statistics()
         assert (statistics.num_queries, statistics.num_items, statistics.num_bytes) == (0, 0, 0)
-    assert perception.loader.statistics().loaded_bytes == {}
-    assert perception.loader.statistics().num_fetches == 0
-    for pipeline in (perception.pipeline, perception.readonly):
+    assert media_parts.loader.statistics().loaded_bytes == {}
+    assert media_parts.loader.statistics().num_fetches == 0
+    for pipeline in (media_parts.pipeline, media_parts.readonly):
         assert pipeline.flights.num_flights == 0
 
 

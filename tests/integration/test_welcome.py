@@ -169,14 +169,14 @@ def test_a_file_that_is_still_being_read_is_not_lost(
     assert key == "Bearer schlüssel".encode()
 
 
-def test_sounds_and_videos_are_heard_and_seen(
+def test_audios_and_videos_are_heard_and_seen(
     omni_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
-    sound, video = make_wav(SEED), make_mp4(SEED)
+    audio, video = make_wav(SEED), make_mp4(SEED)
     browser.open(omni_server)
-    browser.choose(write(tmp_path / "melody.wav", sound))
+    browser.choose(write(tmp_path / "melody.wav", audio))
     browser.drop(write(tmp_path / "clip.mp4", video))
-    parts = [make_part("audio", "audio/wav", sound), make_part("video", "video/mp4", video)]
+    parts = [make_part("audio", "audio/wav", audio), make_part("video", "video/mp4", video)]
     assert browser.ask("What is it?") == ask_directly(omni_server, ask(*parts, "What is it?"), 6)
     assert browser.get_texts(".trace .items b") == ["Sound", "Video"]
 
@@ -195,9 +195,9 @@ def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) 
         "return sent[0].body.text().then("
         "(text) => JSON.parse(text).messages[0].content[0].audio_url.url)"
     )
-    with wave.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as sound:
-        form = (sound.getframerate(), sound.getnchannels(), sound.getsampwidth())
-        samples = memoryview(sound.readframes(sound.getnframes())).cast("h")
+    with wave.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as audio:
+        form = (audio.getframerate(), audio.getnchannels(), audio.getsampwidth())
+        samples = memoryview(audio.readframes(audio.getnframes())).cast("h")
     assert form == (16000, 1, 2)
     assert 4000 < len(samples) < 60 * 16000
     assert max(samples) > 1000  # the beep

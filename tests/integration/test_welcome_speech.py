@@ -13,7 +13,7 @@ import pytest
 from tests.integration.speaking import make_brief, make_wav
 from tests.parity.cases import make_audio
 from tests.support.clients import make_png
-from tests.support.media import write_sound
+from tests.support.media import write_audio
 from tests.support.server import ServerProcess, serve
 from tests.support.waiting import wait_until
 
@@ -58,8 +58,8 @@ def write(path: Path, content: bytes) -> Path:
     return path
 
 
-def ask_directly(server: ServerProcess, sound: bytes, **fields: Any) -> Any:
-    files = {"file": ("sound.wav", sound)}
+def ask_directly(server: ServerProcess, audio: bytes, **fields: Any) -> Any:
+    files = {"file": ("sound.wav", audio)}
     answer = httpx.post(server.get_url(ROUTE), data=fields, files=files, timeout=WAIT_S)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -94,13 +94,13 @@ def test_a_model_that_only_transcribes_offers_no_chat(
     assert browser.find("#sounds").get_attribute("aria-label") == "Transcribe a sound or a video"
 
 
-def test_words_of_a_dropped_sound_light_up_at_their_times(
+def test_words_of_a_dropped_audio_light_up_at_their_times(
     whisper_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
-    sound = make_wav(LONG_S)
-    expected = ask_directly(whisper_server, sound, **TIMES)
+    audio = make_wav(LONG_S)
+    expected = ask_directly(whisper_server, audio, **TIMES)
     browser.open(whisper_server, max_tokens=None)
-    browser.drag(write(tmp_path / "talk.wav", sound))
+    browser.drag(write(tmp_path / "talk.wav", audio))
     wait_for_transcripts(browser, 1)
     texts = [segment["text"].strip() for segment in expected["segments"]]
     assert [text.strip() for text in browser.get_texts(".transcript li p")] == texts
@@ -136,10 +136,10 @@ def test_keys_go_through_the_times_of_a_transcript(
 ) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    sound = make_wav(LONG_S)
-    segments = ask_directly(whisper_server, sound, **TIMES)["segments"]
+    audio = make_wav(LONG_S)
+    segments = ask_directly(whisper_server, audio, **TIMES)["segments"]
     browser.open(whisper_server, max_tokens=None)
-    browser.find("#sounds").send_keys(str(write(tmp_path / "talk.wav", sound)))
+    browser.find("#sounds").send_keys(str(write(tmp_path / "talk.wav", audio)))
     wait_for_transcripts(browser, 1)
     assert len(browser.find_all(".time[tabindex='0']")) == 1
     focused = "return document.activeElement.getAttribute('aria-label')"
@@ -177,7 +177,7 @@ def test_several_files_and_a_recording_are_transcribed_in_turn(
     assert browser.get_texts(".failure") == []
 
 
-def test_what_is_no_sound_is_told_in_words(
+def test_what_is_no_audio_is_told_in_words(
     whisper_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     browser.open(whisper_server, max_tokens=None)
@@ -197,7 +197,7 @@ def test_what_is_no_sound_is_told_in_words(
 def test_a_transcript_can_be_stopped_and_cleared(
     whisper_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
-    sound = write_sound(make_audio(600.0, seed=7), "WAV", "PCM_U8")
+    audio = write_audio(make_audio(600.0, seed=7), "WAV", "PCM_U8")
     browser.open(whisper_server, max_tokens=None)
     browser.run(
         """
@@ -207,7 +207,7 @@ def test_a_transcript_can_be_stopped_and_cleared(
         URL.revokeObjectURL = (url) => (held.delete(url), revoke(url));
         """
     )
-    browser.find("#sounds").send_keys(str(write(tmp_path / "long.wav", sound)))
+    browser.find("#sounds").send_keys(str(write(tmp_path / "long.wav", audio)))
     is_busy = {"server_load": 1}
     wait_until(lambda: whisper_server.get("/load").json() == is_busy, "it listens", WAIT_S)
     browser.click("#stop")
@@ -225,11 +225,11 @@ def test_a_transcript_can_be_stopped_and_cleared(
 def test_without_times_of_words_segments_light_up(
     moonshine_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
-    sound = make_wav(seed=4)
-    expected = ask_directly(moonshine_server, sound, response_format="verbose_json")
+    audio = make_wav(seed=4)
+    expected = ask_directly(moonshine_server, audio, response_format="verbose_json")
     browser.open(moonshine_server, max_tokens=None)
     browser.allow_status(400)  # to the question for words
-    browser.drag(write(tmp_path / "talk.wav", sound))
+    browser.drag(write(tmp_path / "talk.wav", audio))
     wait_for_transcripts(browser, 1)
     assert browser.get_texts(".failure") == []
     segments = [segment["text"].strip() for segment in expected["segments"]]

@@ -9,7 +9,7 @@ import torch
 
 from sensorium import LLM
 from tests.parity.reference import GREEDY, Expected, Reference
-from tests.support.engine import get_adapter
+from tests.support.engine import get_hf_model
 
 
 @torch.inference_mode()
@@ -38,17 +38,17 @@ def get_decoder_inputs(reference: Reference, entry: Expected, *, step: int = 0) 
 def get_our_decoder_inputs(
     llm: LLM, entry: Expected
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    adapter = get_adapter(llm)
-    forward, seen = adapter.forward, []
+    hf_model = get_hf_model(llm)
+    forward, seen = hf_model.forward, []
 
     def forward_and_note(embeds: Any, positions: Any, call: Any, extra: Any) -> torch.Tensor:
         seen.append((embeds.clone(), positions.clone(), extra))
         result: torch.Tensor = forward(embeds, positions, call, extra)
         return result
 
-    adapter.forward = forward_and_note
+    hf_model.forward = forward_and_note
     try:
         llm.generate(entry.prompt, replace(GREEDY, max_tokens=1), use_tqdm=False)
     finally:
-        adapter.forward = forward
+        hf_model.forward = forward
     return seen[0]

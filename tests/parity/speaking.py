@@ -62,9 +62,9 @@ class SpeechReference:
         ]
 
     @torch.inference_mode()
-    def ask(self, sound: Audio, text: str) -> Spoken:
+    def ask(self, audio: Audio, text: str) -> Spoken:
         extractor = self.processor.feature_extractor
-        inputs = extractor(sound, sampling_rate=16_000, return_tensors="pt")
+        inputs = extractor(audio, sampling_rate=16_000, return_tensors="pt")
         encoded = self.model.get_encoder()(inputs[self.model.main_input_name].to(self.device))
         prompt = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         prompt = prompt or [self.model.config.decoder_start_token_id]
@@ -77,7 +77,7 @@ class SpeechReference:
             )
             token_ids.append(int(output.logits[0, -1].argmax()))
         return Spoken(
-            prompt={"prompt": text, "multi_modal_data": {"audio": [(sound, 16_000)]}},
+            prompt={"prompt": text, "multi_modal_data": {"audio": [(audio, 16_000)]}},
             prompt_token_ids=prompt,
             token_ids=token_ids[len(prompt) :],
         )

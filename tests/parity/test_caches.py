@@ -23,7 +23,7 @@ from tests.parity.cases import (
     make_video,
 )
 from tests.support.engine import Trace, assert_nothing_is_left, get_token_ids, make_llm
-from tests.support.media import make_clip, write_image, write_sound, write_video
+from tests.support.media import make_clip, write_audio, write_image, write_video
 from tests.unit.multimodal.cache.item_building import get_sent_sizes
 
 NUM_TOKENS = 3
@@ -43,7 +43,7 @@ def make_file(modality: str, *, seed: int) -> bytes:
         return write_image(make_image(84, 84, seed=seed), "PNG")
     if modality == "video":
         return write_video(make_clip(4 + seed % 3, 84, 84))
-    return write_sound(make_audio(1.2, seed=seed), "WAV", "PCM_16")
+    return write_audio(make_audio(1.2, seed=seed), "WAV", "PCM_16")
 
 
 def make_conversation(*parts: Any) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ def test_processed_items_that_are_used_again_change_nothing(
     num_items, num_different = get_num_items(make_conversations(family))
     options = {"mm_processor_cache_type": cache_type, "mm_processor_cache_gb": ROOM_GB}
     with make_engine(tiny_model(family), **options) as llm:
-        sender = llm.perception.caches.sender
+        sender = llm.media_parts.caches.sender
         cold = run(llm, family)
         assert get_token_ids(cold) == expected_of(family)
         assert get_hits(cold).count(False) == num_different
@@ -161,7 +161,7 @@ def test_a_cache_that_is_smaller_than_an_item_changes_nothing(
         forget_outputs(llm)
         outputs += run(llm, family)
         assert get_token_ids(outputs) == expected_of(family) * 2
-        statistics = llm.perception.caches.sender.statistics()
+        statistics = llm.media_parts.caches.sender.statistics()
         assert (statistics.num_items, statistics.num_bytes) == (0, 0)
         assert statistics.num_oversize > num_items
         assert_nothing_is_left(llm)
@@ -178,7 +178,7 @@ def test_evictions_change_nothing(
     conversations = make_conversations(family)[:2]
     probe = make_engine(tiny_model(family), mm_processor_cache_gb=ROOM_GB)
     probe.chat(conversations, SamplingParams(max_tokens=1), use_tqdm=False)
-    sizes = get_sent_sizes(probe.perception.caches.sender).values()  # type: ignore[arg-type]
+    sizes = get_sent_sizes(probe.media_parts.caches.sender).values()  # type: ignore[arg-type]
     options = {
         "mm_processor_cache_type": cache_type,
         "mm_processor_cache_gb": (max(sizes) + 8192) / 2**30,
@@ -189,7 +189,7 @@ def test_evictions_change_nothing(
                 forget_outputs(llm)
                 (output,) = llm.chat(conversation, GREEDY, use_tqdm=False)
                 assert output.outputs[0].token_ids == tokens
-        statistics = llm.perception.caches.sender.statistics()
+        statistics = llm.media_parts.caches.sender.statistics()
         assert statistics.num_evictions == 3
         assert statistics.num_bytes <= statistics.capacity_bytes
         assert_nothing_is_left(llm)
@@ -205,9 +205,9 @@ def test_processes_that_process_change_nothing(
         assert get_token_ids(run(llm, family)) == expected_of(family)
         forget_outputs(llm)
         assert get_token_ids(run(llm, family)) == expected_of(family)
-        assert llm.perception.pool is not None
-        assert llm.perception.pool.statistics().num_done == num_different
-        statistics = llm.perception.caches.sender.statistics()
+        assert llm.media_parts.pool is not None
+        assert llm.media_parts.pool.statistics().num_done == num_different
+        statistics = llm.media_parts.caches.sender.statistics()
         assert statistics.num_queries == 2 * num_items
         assert statistics.num_hits == 2 * num_items - num_different
 

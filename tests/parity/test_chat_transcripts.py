@@ -20,7 +20,7 @@ from sensorium.speech.transcript import Transcript
 from sensorium.types.errors import RequestError
 from tests.parity.cases import Audio, make_audio
 from tests.support.engine import Trace, assert_nothing_is_left, make_llm
-from tests.support.media import write_sound
+from tests.support.media import write_audio
 
 RATE = 16_000
 TinyModel = Callable[[str], str]
@@ -33,7 +33,7 @@ GEMMA_FORM = (
 )
 
 
-def ask(processor: Any, sound: Audio, text: str, *, system: str = "") -> Inputs:
+def ask(processor: Any, audio: Audio, text: str, *, system: str = "") -> Inputs:
     """Return what a processor makes of a chat with a sound and a text."""
     content = [{"type": "audio"}, {"type": "text", "text": text}]
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
@@ -46,14 +46,14 @@ def ask(processor: Any, sound: Audio, text: str, *, system: str = "") -> Inputs:
     )
     options = {"add_special_tokens": False} if has_bos else {}
     inputs: Inputs = processor(
-        text=[prompt], audio=[sound], sampling_rate=RATE, return_tensors="pt", **options
+        text=[prompt], audio=[audio], sampling_rate=RATE, return_tensors="pt", **options
     )
     return inputs
 
 
-def ask_voxtral(processor: Any, sound: Audio, **options: Any) -> Inputs:
+def ask_voxtral(processor: Any, audio: Audio, **options: Any) -> Inputs:
     inputs: Inputs = processor.apply_transcription_request(
-        audio=[sound], model_id="any", sampling_rate=RATE, format=["wav"], **options
+        audio=[audio], model_id="any", sampling_rate=RATE, format=["wav"], **options
     )
     return inputs
 
@@ -114,7 +114,7 @@ QUESTIONS: dict[str, list[tuple[dict[str, Any], Callable[[Any, Audio], Inputs]]]
 LONG_S = {"qwen2_audio": 7.5, "audioflamingo3": 7.5, "glmasr": 7.5}  # their windows have 3 or 4 s
 
 
-def make_sound(seconds: float, *, seed: int) -> Audio:
+def make_16_bit_audio(seconds: float, *, seed: int) -> Audio:
     """Make a sound whose samples a WAV file of 16 bits can hold, as Voxtral's processor writes."""
     return (np.round(make_audio(seconds, seed=seed) * 32767) / 32768).astype(np.float32)
 
@@ -130,9 +130,9 @@ class Model:
         self.model = model_class.from_pretrained(directory, dtype=torch.float32).eval()
         self.model.generation_config.eos_token_id = None
 
-    def transcribe(self, sound: Any, **options: Any) -> Transcript:
+    def transcribe(self, audio: Any, **options: Any) -> Transcript:
         sampling = SamplingParams(ignore_eos=True)
-        (transcript,) = self.llm.transcribe(sound, use_tqdm=False, sampling=sampling, **options)
+        (transcript,) = self.llm.transcribe(audio, use_tqdm=False, sampling=sampling, **options)
         return transcript
 
     @torch.inference_mode()
@@ -156,15 +156,15 @@ def test_tokens_are_those_of_the_models_own_prompt(family: str, tiny_model: Tiny
     model = Model(tiny_model(family))
     speech = model.llm._speech
     assert isinstance(speech, ChatSpeechModel)
-    sound = make_sound(LONG_S.get(family, 2.5), seed=7)
-    cuts = find_cuts(sound, RATE, max_s=speech.max_s)
+    audio = make_16_bit_audio(LONG_S.get(family, 2.5), seed=7)
+    cuts = find_cuts(audio, RATE, max_s=speech.max_s)
     assert len(cuts) > 1 or family not in LONG_S
     for options, make_inputs in QUESTIONS[family]:
-        transcript = model.transcribe((sound, RATE), **options)
+        transcript = model.transcribe((audio, RATE), **options)
         found = {segment.start: list(segment.token_ids) for segment in transcript.segments}
         num_audio_tokens = num_prompt_tokens = 0
         for start, end in cuts:
-            inputs = make_inputs(model.processor, sound[start:end])
+            inputs = make_inputs(model.processor, audio[start:end])
             expected = model.generate(inputs, get_max_tokens(end - start))
             assert found.get(start / RATE, []) == expected, (options, start)
             ids = inputs["input_ids"][0]
@@ -179,12 +179,12 @@ def test_tokens_are_those_of_the_models_own_prompt(family: str, tiny_model: Tiny
 
 
 @pytest.mark.slow
-def test_a_long_sound_is_heard_in_pieces_of_half_a_minute(tiny_model: TinyModel) -> None:
+def test_a_long_audio_is_heard_in_pieces_of_half_a_minute(tiny_model: TinyModel) -> None:
     model = Model(tiny_model("voxtral"))
-    sound = make_sound(40.0, seed=3)
+    audio = make_16_bit_audio(40.0, seed=3)
     quiet = slice(int(22.9 * RATE), int(23.4 * RATE))
-    sound[quiet] = 0.0
-    transcript = model.transcribe((sound, RATE))
+    audio[quiet] = 0.0
+    transcript = model.transcribe((audio, RATE))
     assert [(segment.start, segment.end) for segment in transcript.segments] == [
         (0.0, pytest.approx(23.15, abs=0.25)),
         (transcript.segments[0].end, 40.0),
@@ -193,7 +193,7 @@ def test_a_long_sound_is_heard_in_pieces_of_half_a_minute(tiny_model: TinyModel)
     assert transcript.text == joined
     for segment in transcript.segments:
         start, end = round(segment.start * RATE), round(segment.end * RATE)
-        inputs = ask_voxtral(model.processor, sound[start:end])
+        inputs = ask_voxtral(model.processor, audio[start:end])
         assert list(segment.token_ids) == model.generate(inputs, get_max_tokens(end - start))
 
 
@@ -227,14 +227,14 @@ def llm(tiny_model: TinyModel) -> LLM:
 def test_the_same_file_again_needs_no_work_but_the_text(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_sound(make_audio(7.5, seed=1), "WAV", "PCM_16")
+    file = write_audio(make_audio(7.5, seed=1), "WAV", "PCM_16")
     options: dict[str, Any] = {"use_tqdm": False, "needs_logprobs": True}
-    llm.transcribe(write_sound(make_audio(7.5, seed=2), "WAV", "PCM_16"), use_tqdm=False)
+    llm.transcribe(write_audio(make_audio(7.5, seed=2), "WAV", "PCM_16"), use_tqdm=False)
     counter = Counter(monkeypatch)  # now the window of the processor is known
     first = llm.transcribe(file, **options)
     assert counter.take() == {"decoded": 1, "processed": len(first[0].segments)}
     trace = Trace(llm)
-    llm.perception.readonly.cache.clear_cache()  # the samples are not needed
+    llm.media_parts.readonly.cache.clear_cache()  # the samples are not needed
     assert llm.transcribe(file, **options) == first
     assert counter.take() == {"decoded": 0, "processed": 0}
     assert trace.num_encoded_items == 0
@@ -246,11 +246,11 @@ def test_the_same_file_again_needs_no_work_but_the_text(
 
 
 def test_pieces_that_no_cache_has_are_made_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_sound(make_audio(7.5, seed=1), "WAV", "PCM_16")
+    file = write_audio(make_audio(7.5, seed=1), "WAV", "PCM_16")
     first = llm.transcribe(file, use_tqdm=False)
     counter = Counter(monkeypatch)
-    llm.perception.caches.sender.clear_cache()
-    llm.perception.readonly.cache.clear_cache()
+    llm.media_parts.caches.sender.clear_cache()
+    llm.media_parts.readonly.cache.clear_cache()
     assert llm.transcribe(file, use_tqdm=False) == first
     assert counter.take() == {"decoded": 1, "processed": len(first[0].segments)}
     assert_nothing_is_left(llm)
@@ -287,7 +287,7 @@ def test_what_a_model_can_not_be_told_is_refused(
         assert raised.value.path == path
 
 
-def test_models_without_sounds_do_not_transcribe(tiny_model: TinyModel) -> None:
+def test_models_without_audios_do_not_transcribe(tiny_model: TinyModel) -> None:
     llm = make_llm(tiny_model("llava"))
     with pytest.raises(RequestError, match="transcribe"):
         llm.transcribe((make_audio(1.0, seed=1), RATE), use_tqdm=False)

@@ -16,7 +16,7 @@ import sensorium.core.request as core_request
 from sensorium import LLM
 from sensorium.core.request import Request
 from sensorium.layers.kv_layout import LayerSpec
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.worker.request_states import RequestState
 from tests.parity.cases import (
     MAIN_MULTIMODAL_FAMILIES,
@@ -30,7 +30,7 @@ from tests.parity.cases import (
     with_slow_relatives,
 )
 from tests.parity.reference import GREEDY, Expected, ReferenceOf, get_differences
-from tests.support.engine import Trace, get_adapter, make_llm
+from tests.support.engine import Trace, get_hf_model, make_llm
 
 pytestmark = pytest.mark.check("controls")
 
@@ -63,9 +63,9 @@ def test_wrong_embeddings_are_seen(
 ) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory)
-    adapter = get_adapter(llm)
-    encode = adapter.encode
-    adapter.encode = lambda *arguments: [change(embeds) for embeds in encode(*arguments)]
+    hf_model = get_hf_model(llm)
+    encode = hf_model.encode
+    hf_model.encode = lambda *arguments: [change(embeds) for embeds in encode(*arguments)]
     differences = run(llm, reference.expected)
     assert len(differences) >= 2
     assert "6 words" not in differences
@@ -75,7 +75,7 @@ def test_wrong_embeddings_are_seen(
 def test_plain_positions_instead_of_mrope_are_seen(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory)
-    get_adapter(llm).get_mrope_positions = lambda token_ids, *_: (
+    get_hf_model(llm).get_mrope_positions = lambda token_ids, *_: (
         torch.arange(len(token_ids)).expand(3, -1),
         0,
     )
@@ -86,9 +86,9 @@ def test_plain_positions_instead_of_mrope_are_seen(reference_of: ReferenceOf, fa
 def test_a_forgotten_mrope_delta_is_seen(reference_of: ReferenceOf, family: str) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory)
-    adapter = get_adapter(llm)
-    get_positions = adapter.get_mrope_positions
-    adapter.get_mrope_positions = lambda *arguments: (get_positions(*arguments)[0], 0)
+    hf_model = get_hf_model(llm)
+    get_positions = hf_model.get_mrope_positions
+    hf_model.get_mrope_positions = lambda *arguments: (get_positions(*arguments)[0], 0)
     assert run(llm, reference.expected)
 
 
@@ -104,18 +104,18 @@ def test_a_wrong_sliding_window_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reference = reference_of(family)
-    probe_layers = ModelAdapter.probe_layers
+    probe_layers = HfModel.probe_layers
 
-    def probe_wrongly(adapter: ModelAdapter) -> tuple[LayerSpec, ...]:
-        layers = probe_layers(adapter)
+    def probe_wrongly(hf_model: HfModel) -> tuple[LayerSpec, ...]:
+        layers = probe_layers(hf_model)
         assert {layer.window for layer in layers} == {None, 12}
         return tuple(
             layer if layer.window is None else replace(layer, window=window) for layer in layers
         )
 
-    monkeypatch.setattr(ModelAdapter, "probe_layers", probe_wrongly)
+    monkeypatch.setattr(HfModel, "probe_layers", probe_wrongly)
     # At load a window that is too long is noticed by the model's own cache. Here tokens must tell.
-    monkeypatch.setattr(ModelAdapter, "find_context_limit", lambda *_: None)
+    monkeypatch.setattr(HfModel, "find_context_limit", lambda *_: None)
     llm = make_llm(reference.directory, max_num_batched_tokens=24 if is_chunked else 4096)
     assert {group.window for group in llm.config.groups} == {None, window}
     assert run(llm, reference.expected)
@@ -162,18 +162,18 @@ def test_spans_seen_by_layers_without_a_window_are_seen(reference_of: ReferenceO
 def test_without_deepstack_the_tokens_differ(reference_of: ReferenceOf) -> None:
     reference = reference_of("qwen3_vl")
     llm = make_llm(reference.directory)
-    adapter = get_adapter(llm)
-    embed = adapter.embed
-    adapter.embed = lambda *arguments: (embed(*arguments)[0], {})
+    hf_model = get_hf_model(llm)
+    embed = hf_model.embed
+    hf_model.embed = lambda *arguments: (embed(*arguments)[0], {})
     assert len(run(llm, reference.expected)) >= 3
 
 
 def test_deepstack_of_the_wrong_layer_is_seen(reference_of: ReferenceOf) -> None:
     reference = reference_of("qwen3_vl")
     llm = make_llm(reference.directory)
-    adapter = get_adapter(llm)
-    split = adapter.split
-    adapter.split = lambda *arguments: [
+    hf_model = get_hf_model(llm)
+    split = hf_model.split
+    hf_model.split = lambda *arguments: [
         torch.cat([e[:, :64], e[:, 64:].roll(64, 1)], 1) for e in split(*arguments)
     ]
     assert len(run(llm, reference.expected)) >= 3
@@ -185,9 +185,9 @@ def test_per_layer_inputs_of_the_raw_placeholders_are_seen(
 ) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory)
-    adapter = get_adapter(llm)
-    assert len(adapter._placeholder_ids) == 3
-    adapter._placeholder_ids = adapter._placeholder_ids[:0]
+    hf_model = get_hf_model(llm)
+    assert len(hf_model._placeholder_ids) == 3
+    hf_model._placeholder_ids = hf_model._placeholder_ids[:0]
     differences = run(llm, reference.expected)
     assert len(differences) >= 3
     assert "6 words" not in differences
@@ -198,16 +198,16 @@ def test_a_layer_that_shares_with_the_wrong_one_is_seen(
     reference_of: ReferenceOf, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = reference_of(family)
-    probe_layers = ModelAdapter.probe_layers
+    probe_layers = HfModel.probe_layers
 
-    def probe_wrongly(adapter: ModelAdapter) -> tuple[LayerSpec, ...]:
-        layers = probe_layers(adapter)
+    def probe_wrongly(hf_model: HfModel) -> tuple[LayerSpec, ...]:
+        layers = probe_layers(hf_model)
         assert [layer.source for layer in layers] == [0, 1, 2, 3, 3, 2]
         return tuple(
             replace(layer, source=1) if layer.layer_index == 4 else layer for layer in layers
         )
 
-    monkeypatch.setattr(ModelAdapter, "probe_layers", probe_wrongly)
+    monkeypatch.setattr(HfModel, "probe_layers", probe_wrongly)
     assert run(make_llm(reference.directory), reference.expected)
 
 

@@ -68,13 +68,13 @@ def check_restarts(directory: str, reference: Reference, **tier: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["whisper", pytest.param("moonshine", marks=pytest.mark.slow)])
-def test_a_known_sound_is_transcribed_without_its_encoder(
+def test_a_known_audio_is_transcribed_without_its_encoder(
     family: str, tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
     check_transcripts(tiny_model(family), mm_disk_cache=tmp_path)
 
 
-def test_a_sound_that_only_a_redis_knows_is_transcribed_without_its_encoder(
+def test_an_audio_file_that_only_a_redis_knows_is_transcribed_without_its_encoder(
     tiny_model: Callable[[str], str],
 ) -> None:
     with run_redis() as redis:
@@ -83,13 +83,13 @@ def test_a_sound_that_only_a_redis_knows_is_transcribed_without_its_encoder(
 
 def check_transcripts(directory: str, **tier: Any) -> None:
     """Compare the transcripts of two engines, one after another."""
-    sound, found = make_melody(16_000 * 3), []
+    audio, found = make_melody(16_000 * 3), []
     for _ in range(2):
         with LLM(directory, dtype="float32", **tier) as llm:
             if isinstance(llm._speech, WhisperModel):  # a random model would try all temperatures
                 settings = replace(llm._speech.settings, temperatures=(0.0,), max_new_tokens=8)
                 llm._speech = replace(llm._speech, settings=settings)
-            (transcript,) = llm.transcribe([(sound, 16_000)], use_tqdm=False)
+            (transcript,) = llm.transcribe([(audio, 16_000)], use_tqdm=False)
             runner = llm.core.runner.encoder_runner
             found.append((transcript.text, runner.num_encoded, runner.num_loaded))
     (text, num_encoded, _), (again, *counts) = found

@@ -79,7 +79,7 @@ def test_eight_requests_with_different_ends(
 
 @pytest.mark.check("encoder cache")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sound_that_was_encoded_before(family: str, reference_of: ReferenceOf) -> None:
+def test_an_audio_file_that_was_encoded_before(family: str, reference_of: ReferenceOf) -> None:
     reference = reference_of(family)
     llm = make_engine(reference.directory)
     run(llm, reference.spoken)
@@ -123,7 +123,7 @@ def test_replayed_steps(
     assert recorders.decoding.num_replays > NUM_TOKENS / 2
 
 
-def test_equal_prompts_over_different_sounds_share_nothing(reference_of: ReferenceOf) -> None:
+def test_equal_prompts_over_different_audios_share_nothing(reference_of: ReferenceOf) -> None:
     """Prompts of whole blocks, which a decoder alone would take from its prefix cache."""
     reference = reference_of("whisper")
     long = "<|startofprev|>" + " the quick brown fox jumps over the lazy dog." * 2
@@ -138,7 +138,7 @@ def test_equal_prompts_over_different_sounds_share_nothing(reference_of: Referen
         assert outputs[0].num_cached_tokens == 0
 
 
-def test_block_hashes_carry_the_sound(
+def test_block_hashes_carry_the_audio(
     reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal tokens under other sounds have other hashes, under the same sound the same."""
@@ -164,13 +164,13 @@ def test_block_hashes_carry_the_sound(
 # ---- deliberate mistakes, which must be seen
 
 
-def _hear_another_sound(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = InputBatch._gather_new_sounds
+def _hear_another_audio(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = InputBatch._gather_new_audios
 
     def roll(self: InputBatch, rows: Any) -> list[torch.Tensor]:
-        return [sound.roll(1, -1) for sound in gather(self, rows)]
+        return [audio.roll(1, -1) for audio in gather(self, rows)]
 
-    monkeypatch.setattr(InputBatch, "_gather_new_sounds", roll)
+    monkeypatch.setattr(InputBatch, "_gather_new_audios", roll)
 
 
 def _hear_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def _hear_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.check("controls")
-@pytest.mark.parametrize("mistake", [_hear_another_sound, _hear_less])
+@pytest.mark.parametrize("mistake", [_hear_another_audio, _hear_less])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mistakes_are_seen(
     family: str,

@@ -152,14 +152,14 @@ def test_logits_of_every_generated_token_are_close(
 ) -> None:
     reference = reference_of(family)
     llm = make_llm(reference.directory, max_num_batched_tokens=24)
-    adapter: Any = llm.core.runner._adapter  # type: ignore[attr-defined]
-    compute, seen = adapter.logits, []
+    hf_model: Any = llm.core.runner._hf_model  # type: ignore[attr-defined]
+    compute, seen = hf_model.logits, []
 
     def compute_and_note(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(compute(hidden))
         return seen[-1]
 
-    monkeypatch.setattr(adapter, "logits", compute_and_note)
+    monkeypatch.setattr(hf_model, "logits", compute_and_note)
     for entry in reference.expected:
         seen.clear()
         llm.generate(entry.prompt, GREEDY, use_tqdm=False)

@@ -21,7 +21,7 @@ from tests.support.engine import (
     ROOMS,
     Trace,
     assert_nothing_is_left,
-    get_adapter,
+    get_hf_model,
     get_kv_bytes,
     get_largest_item,
     make_llm,
@@ -57,7 +57,7 @@ def test_staggered_requests_give_the_reference_tokens(
     assert get_differences(outputs, reference.expected) == []
     assert trace.most_requests_in_a_step >= 2
     for modality in MODALITIES[family]:
-        if modality in get_adapter(llm).bidirectional_modalities:
+        if modality in get_hf_model(llm).bidirectional_modalities:
             assert trace.num_split_items[modality] == 0
         elif budget == 7:
             assert trace.num_split_items[modality] > 0

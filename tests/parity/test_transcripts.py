@@ -85,7 +85,7 @@ class Whisper:
         return make_llm(self.directory, max_model_len=None, **self.options)
 
     def transcribe(
-        self, sounds: list[Audio], settings: WhisperSettings, **options: Any
+        self, audios: list[Audio], settings: WhisperSettings, **options: Any
     ) -> list[Transcript]:
         """Transcribe with some settings, and with the lengths of the generation config."""
         speech = self.llm._speech
@@ -94,17 +94,17 @@ class Whisper:
             name: getattr(speech.settings, name) for name in ("max_new_tokens", "max_length")
         }
         self.llm._speech = replace(speech, settings=replace(settings, **lengths))
-        entries = [(sound, RATE) for sound in sounds]
+        entries = [(audio, RATE) for audio in audios]
         return self.llm.transcribe(entries, use_tqdm=False, **options)
 
     @torch.inference_mode()
     def generate(
-        self, sound: Audio, settings: WhisperSettings, *, prompt: str = "", **options: Any
+        self, audio: Audio, settings: WhisperSettings, *, prompt: str = "", **options: Any
     ) -> list[list[int]]:
         """Return the tokens of the segments that have a text."""
-        extractor, is_long = self.processor.feature_extractor, len(sound) > 3 * RATE
+        extractor, is_long = self.processor.feature_extractor, len(audio) > 3 * RATE
         whole = {"truncation": False, "padding": "longest"} if is_long else {}
-        features = extractor(sound, sampling_rate=RATE, return_tensors="pt", **whole)
+        features = extractor(audio, sampling_rate=RATE, return_tensors="pt", **whole)
         if prompt:
             ids = self.processor.get_prompt_ids(prompt, return_tensors="pt")
             options["prompt_ids"] = ids
@@ -122,9 +122,9 @@ class Whisper:
         ]
 
     @torch.inference_mode()
-    def find_language(self, sound: Audio) -> str:
+    def find_language(self, audio: Audio) -> str:
         """Return the code of the language that Transformers finds in a window."""
-        features = self.processor.feature_extractor(sound, sampling_rate=RATE, return_tensors="pt")
+        features = self.processor.feature_extractor(audio, sampling_rate=RATE, return_tensors="pt")
         found = self.model.detect_language(features["input_features"], num_segment_frames=300)
         token: str = self.processor.tokenizer.decode(found)
         return token.removeprefix("<|").removesuffix("|>")
@@ -151,11 +151,11 @@ def get_tokens(transcript: Transcript) -> list[list[int]]:
         for name in QUESTIONS
     ],
 )
-def test_sounds_of_one_window(name: str, whisper: Whisper) -> None:
+def test_audios_of_one_window(name: str, whisper: Whisper) -> None:
     question = QUESTIONS[name]
-    sounds = [make_audio(3.0, seed=seed) for seed in range(2)]
-    transcripts = whisper.transcribe(sounds, PLAIN, **question.ours)
-    expected = [whisper.generate(sound, PLAIN, **question.theirs) for sound in sounds]
+    audios = [make_audio(3.0, seed=seed) for seed in range(2)]
+    transcripts = whisper.transcribe(audios, PLAIN, **question.ours)
+    expected = [whisper.generate(audio, PLAIN, **question.theirs) for audio in audios]
     assert list(map(get_tokens, transcripts)) == expected
     assert any(expected)
     assert_nothing_is_left(whisper.llm)
@@ -165,7 +165,7 @@ def test_sounds_of_one_window(name: str, whisper: Whisper) -> None:
     "settings",
     [pytest.param(PLAIN, id="alone", marks=pytest.mark.slow), pytest.param(CARRIED, id="carried")],
 )
-def test_long_sounds(settings: WhisperSettings, whisper: Whisper) -> None:
+def test_long_audios(settings: WhisperSettings, whisper: Whisper) -> None:
     """Several windows each, and the windows of several sounds together."""
     check_long(whisper, settings, [4.0, 7.1])
 
@@ -177,13 +177,13 @@ def test_three_minutes(settings: WhisperSettings, whisper: Whisper) -> None:
 
 
 def check_long(whisper: Whisper, settings: WhisperSettings, lengths: list[float]) -> None:
-    sounds = [make_audio(seconds, seed=60 + index) for index, seconds in enumerate(lengths)]
+    audios = [make_audio(seconds, seed=60 + index) for index, seconds in enumerate(lengths)]
     trace = Trace(whisper.llm)
-    transcripts = whisper.transcribe(sounds, settings, **LANGUAGE)
-    expected = [whisper.generate(sound, settings, **LANGUAGE, **TIMES) for sound in sounds]
+    transcripts = whisper.transcribe(audios, settings, **LANGUAGE)
+    expected = [whisper.generate(audio, settings, **LANGUAGE, **TIMES) for audio in audios]
     assert list(map(get_tokens, transcripts)) == expected
     assert all(len(segments) > 1 for segments in expected)
-    assert trace.most_requests_in_a_step == len(sounds)
+    assert trace.most_requests_in_a_step == len(audios)
     for transcript in transcripts:
         times = [time for each in transcript.segments for time in (each.start, each.end)]
         assert times == sorted(times)
@@ -221,9 +221,9 @@ def test_the_lengths_of_a_generation_config_hold(
         (long, PLAIN, LANGUAGE, LANGUAGE | TIMES),
         (long, CARRIED, LANGUAGE | prompt, LANGUAGE | TIMES | prompt),
     ]
-    for sound, settings, ours, theirs in cases:
-        (transcript,) = whisper.transcribe([sound], settings, **ours)
-        expected = whisper.generate(sound, settings, **theirs)
+    for audio, settings, ours, theirs in cases:
+        (transcript,) = whisper.transcribe([audio], settings, **ours)
+        expected = whisper.generate(audio, settings, **theirs)
         assert get_tokens(transcript) == expected
         assert any(expected)
         first = [len(segment.token_ids) for segment in transcript.segments if segment.seek == 0]
@@ -236,19 +236,19 @@ def test_a_language_is_found_though_a_text_may_not_have_its_token(
 ) -> None:
     source = Whisper(tiny_model("whisper"))
     config = source.model.generation_config
-    sounds = [make_audio(3.0, seed=seed) for seed in range(4)]
-    expected = [source.find_language(sound) for sound in sounds]
+    audios = [make_audio(3.0, seed=seed) for seed in range(4)]
+    expected = [source.find_language(audio) for audio in audios]
     # All languages that are found, so that there would be another one for each sound.
     banned = [config.lang_to_id[f"<|{code}|>"] for code in sorted(set(expected))]
     assert len(banned) < len(config.lang_to_id)
     changes = {name: [*getattr(config, name), *banned]}
     whisper = Whisper(make_changed(source.directory, tmp_path / "banned", **changes))
-    transcripts = whisper.transcribe(sounds, PLAIN, **SEGMENTS)
+    transcripts = whisper.transcribe(audios, PLAIN, **SEGMENTS)
     assert [transcript.language for transcript in transcripts] == expected
-    assert [whisper.find_language(sound) for sound in sounds] == expected
+    assert [whisper.find_language(audio) for audio in audios] == expected
     theirs = {"language": None, "task": "transcribe"} | TIMES
     assert list(map(get_tokens, transcripts)) == [
-        whisper.generate(sound, PLAIN, **theirs) for sound in sounds
+        whisper.generate(audio, PLAIN, **theirs) for audio in audios
     ]
 
 
@@ -256,20 +256,20 @@ def test_tokens_that_a_whisper_never_writes_stay_so_without_its_generation_confi
     whisper: Whisper, tiny_model: TinyModel
 ) -> None:
     without = Whisper(tiny_model("whisper"), generation_config="none")
-    sounds = [make_audio(seconds, seed=seed) for seed, seconds in enumerate((3.0, 4.0))]
-    transcripts = without.transcribe(sounds, PLAIN, **LANGUAGE, **SEGMENTS)
+    audios = [make_audio(seconds, seed=seed) for seed, seconds in enumerate((3.0, 4.0))]
+    transcripts = without.transcribe(audios, PLAIN, **LANGUAGE, **SEGMENTS)
     assert list(map(get_tokens, transcripts)) == [
-        whisper.generate(sound, PLAIN, **LANGUAGE, **TIMES) for sound in sounds
+        whisper.generate(audio, PLAIN, **LANGUAGE, **TIMES) for audio in audios
     ]
     assert_nothing_is_left(without.llm)
 
 
 def test_an_english_model(tiny_model: TinyModel) -> None:
     whisper = Whisper(tiny_model("whisper_en"))
-    sounds = [make_audio(seconds, seed=70 + seconds) for seconds in (3, 8)]
-    transcripts = whisper.transcribe(sounds, PLAIN, **SEGMENTS)
+    audios = [make_audio(seconds, seed=70 + seconds) for seconds in (3, 8)]
+    transcripts = whisper.transcribe(audios, PLAIN, **SEGMENTS)
     assert list(map(get_tokens, transcripts)) == [
-        whisper.generate(sound, PLAIN, **TIMES) for sound in sounds
+        whisper.generate(audio, PLAIN, **TIMES) for audio in audios
     ]
     assert [transcript.language for transcript in transcripts] == ["en", "en"]
 
@@ -277,27 +277,27 @@ def test_an_english_model(tiny_model: TinyModel) -> None:
 @torch.inference_mode()
 def test_pieces_of_a_moonshine(tiny_model: TinyModel) -> None:
     directory = tiny_model("moonshine")
-    sound = make_audio(40.0, seed=90)
+    audio = make_audio(40.0, seed=90)
     (transcript,) = make_llm(directory, max_model_len=None).transcribe(
-        (sound, RATE), use_tqdm=False, sampling=SamplingParams(ignore_eos=True)
+        (audio, RATE), use_tqdm=False, sampling=SamplingParams(ignore_eos=True)
     )
     model = transformers.MoonshineForConditionalGeneration.from_pretrained(directory).eval()
     model.generation_config.eos_token_id = None
     assert len(transcript.segments) == 2
     assert transcript.segments[0].end == transcript.segments[1].start
     for segment in transcript.segments:
-        piece = sound[round(segment.start * RATE) : round(segment.end * RATE)]
+        piece = audio[round(segment.start * RATE) : round(segment.end * RATE)]
         expected = model.generate(
             torch.from_numpy(piece)[None], max_new_tokens=len(segment.token_ids), do_sample=False
         )
         assert list(segment.token_ids) == expected[0, 1:].tolist()
 
 
-def test_the_same_sound_again_is_not_encoded_again(whisper: Whisper) -> None:
-    sounds = [make_audio(5.0, seed=80)]
-    first = whisper.transcribe(sounds, PLAIN, **LANGUAGE)
+def test_the_same_audio_again_is_not_encoded_again(whisper: Whisper) -> None:
+    audios = [make_audio(5.0, seed=80)]
+    first = whisper.transcribe(audios, PLAIN, **LANGUAGE)
     trace = Trace(whisper.llm)
-    assert whisper.transcribe(sounds, PLAIN, **LANGUAGE) == first
+    assert whisper.transcribe(audios, PLAIN, **LANGUAGE) == first
     assert trace.num_encoded_items == 0
-    assert whisper.transcribe(sounds, PLAIN, **LANGUAGE, needs_words=True)[0].segments[0].words
+    assert whisper.transcribe(audios, PLAIN, **LANGUAGE, needs_words=True)[0].segments[0].words
     assert trace.num_encoded_items == 0

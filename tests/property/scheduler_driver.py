@@ -303,7 +303,7 @@ class SchedulerDriver:
         assert set(self.scheduler.requests) == set(self.open)
         queues = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.held.values()]
         places = [request.request_id for request in queues]
-        places += [name for name in self.open if name in self.scheduler.listeners]
+        places += [name for name in self.open if name in self.scheduler.open_streams]
         assert sorted(places) == sorted(self.open)
 
     def _check_seats(self, output: SchedulerOutput) -> None:

@@ -41,8 +41,8 @@ class Contents:
         is_encoder_decoder: bool = False,
         is_long: bool = False,
     ) -> int:
-        heard = [f.mm_hash for f in request.mm_features] if is_encoder_decoder else []
-        return self._get((request.adapter, request.cache_salt, is_long, *heard))
+        received = [f.mm_hash for f in request.mm_features] if is_encoder_decoder else []
+        return self._get((request.lora_id, request.cache_salt, is_long, *received))
 
     def get_next(self, parent: int, token_id: int, embed: tuple[str, int] | None) -> int:
         return self._get((parent, token_id, embed))

@@ -11,7 +11,7 @@ import pytest
 from real_models.speech import get_recordings
 from tests.real.hearing import count_errors, normalize, read_samples
 from tests.support.server import ServerProcess, serve
-from tests.support.talking import QUIET, Talker, make_sound
+from tests.support.talking import QUIET, Talker, make_tones
 
 COMPLETED = "conversation.item.input_audio_transcription.completed"
 MAX_ERROR_RATE = 0.1  # with sentences that turn detection may divide
@@ -28,24 +28,24 @@ def test_a_book_that_is_read_aloud(
 ) -> None:
     recordings = get_recordings(real_folder("speech"))
     book = {path: words for path, words in recordings.items() if "librivox" in path.name}
-    pause = make_sound((QUIET, 1.5))
-    sound = np.concatenate([pause, *(x for path in book for x in (read_samples(path), pause))])
+    pause = make_tones((QUIET, 1.5))
+    audio = np.concatenate([pause, *(x for path in book for x in (read_samples(path), pause))])
     with Talker(server.get_url()) as talker:
         talker.receive()
-        talker.say(sound)
+        talker.say(audio)
         talker.commit(final=True)
         done = talker.receive_until("transcription.done")[-1]
     expected = normalize(" ".join(book.values()))
     num_errors = count_errors(normalize(done["text"]), expected)
     assert num_errors / len(expected.split()) <= MAX_ERROR_RATE, done["text"]
-    assert done["usage"]["seconds"] == pytest.approx(len(sound) / 16_000, abs=0.001)
+    assert done["usage"]["seconds"] == pytest.approx(len(audio) / 16_000, abs=0.001)
 
 
 def test_turns_begin_and_end_around_what_is_said(
     server: ServerProcess, real_folder: Callable[[str], Path]
 ) -> None:
     (path,) = (each for each in get_recordings(real_folder("speech")) if "goforward" in each.name)
-    speech, pause = read_samples(path), make_sound((QUIET, 2.0))
+    speech, pause = read_samples(path), make_tones((QUIET, 2.0))
     with Talker(server.get_url(), "?intent=transcription") as talker:
         talker.receive()
         talker.set_input(format={"type": "audio/pcm", "rate": 16_000})

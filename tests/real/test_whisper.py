@@ -34,8 +34,8 @@ from tests.real.hearing import (
     make_hearing_model,
     read_samples,
 )
-from tests.support.engine import get_adapter, make_llm, process_with_tensors
-from tests.support.media import write_av_sound, write_sound
+from tests.support.engine import get_hf_model, make_llm, process_with_tensors
+from tests.support.media import write_audio, write_av_audio
 
 TOLERANCE = 2e-3
 HOP = 160  # samples to a frame
@@ -65,34 +65,34 @@ def llm(
         yield llm
 
 
-def make_prompt(*sounds: bytes) -> dict[str, Any]:
+def make_prompt(*audios: bytes) -> dict[str, Any]:
     marker = "<|audio_bos|><|AUDIO|><|audio_eos|>"
-    return {"prompt": marker * len(sounds), "multi_modal_data": {"audio": list(sounds)}}
+    return {"prompt": marker * len(audios), "multi_modal_data": {"audio": list(audios)}}
 
 
-def make_features(llm: LLM, sound: bytes) -> torch.Tensor:
+def make_features(llm: LLM, audio: bytes) -> torch.Tensor:
     """The spectrogram that the worker gets, [80, 3000]."""
-    _, items = process_with_tensors(llm, "any", make_prompt(sound), PARAMS)
+    _, items = process_with_tensors(llm, "any", make_prompt(audio), PARAMS)
     (item,) = items.values()
     return item["input_features"][0]
 
 
-def encode(llm: LLM, sounds: list[bytes]) -> list[torch.Tensor]:
+def encode(llm: LLM, audios: list[bytes]) -> list[torch.Tensor]:
     """What the worker's encoder makes of each sound, all in one request."""
-    adapter = get_adapter(llm)
-    own_encode, seen = adapter.encode, []
+    hf_model = get_hf_model(llm)
+    own_encode, seen = hf_model.encode, []
 
     def encode_and_note(*arguments: Any) -> Any:
         seen.extend(embeds := own_encode(*arguments))
         return embeds
 
-    adapter.encode = encode_and_note
+    hf_model.encode = encode_and_note
     try:
-        (output,) = llm.generate(make_prompt(*sounds), PARAMS, use_tqdm=False)
+        (output,) = llm.generate(make_prompt(*audios), PARAMS, use_tqdm=False)
     finally:
-        adapter.encode = own_encode
+        hf_model.encode = own_encode
     assert output.error is None
-    assert len(seen) == len(sounds)
+    assert len(seen) == len(audios)
     return [embeds.float().cpu() for embeds in seen]
 
 
@@ -102,7 +102,7 @@ def test_embeddings_of_half_a_minute_are_those_of_whispers_encoder(
     speech = np.concatenate([read_samples(path) for path in recordings])[: NUM_FRAMES * HOP]
     assert len(speech) == NUM_FRAMES * HOP
     features = whisper.get_features(speech)
-    (embeds,) = encode(llm, [write_sound(speech, "WAV", "PCM_16")])
+    (embeds,) = encode(llm, [write_audio(speech, "WAV", "PCM_16")])
     torch.testing.assert_close(embeds, whisper.encode(features), atol=TOLERANCE, rtol=0)
     # The reference is the encoder as it stands in Transformers.
     encoder = whisper.model.model.encoder
@@ -140,15 +140,15 @@ def test_spectrograms_are_bit_equal_and_their_words_are_understood(
 
 def make_stereo_flac(samples: Any) -> bytes:
     louder = resample(samples, RATE, 48_000)
-    return write_sound(np.stack([louder, 0.5 * louder], axis=1), "FLAC", "PCM_24", rate=48_000)
+    return write_audio(np.stack([louder, 0.5 * louder], axis=1), "FLAC", "PCM_24", rate=48_000)
 
 
 def make_mp3(samples: Any) -> bytes:
-    return write_sound(resample(samples, RATE, 44_100), "MP3", "MPEG_LAYER_III", rate=44_100)
+    return write_audio(resample(samples, RATE, 44_100), "MP3", "MPEG_LAYER_III", rate=44_100)
 
 
 def make_opus(samples: Any) -> bytes:
-    return write_av_sound(resample(samples, RATE, 48_000), "ogg", "libopus", rate=48_000)
+    return write_av_audio(resample(samples, RATE, 48_000), "ogg", "libopus", rate=48_000)
 
 
 @pytest.mark.parametrize("write", [make_stereo_flac, make_mp3, make_opus])
@@ -157,8 +157,8 @@ def test_words_are_understood_from_other_formats_and_rates(
 ) -> None:
     clear = [path for path in recordings if path.name.endswith(("0890.wav", "0930.wav"))]
     assert len(clear) == 2
-    sounds = [write(read_samples(path)) for path in clear]
-    found = [whisper.transcribe(make_features(llm, sound)) for sound in sounds]
+    audios = [write(read_samples(path)) for path in clear]
+    found = [whisper.transcribe(make_features(llm, audio)) for audio in audios]
     assert found == [recordings[path] for path in clear]
 
 
@@ -167,17 +167,17 @@ def test_resampled_spectrograms_are_those_of_other_libraries(
 ) -> None:
     """Of every recording: the words of the shortest change with the last bits of a sound."""
     for path in recordings:
-        sound = make_stereo_flac(read_samples(path))
-        samples, rate = soundfile.read(io.BytesIO(sound), dtype="float32")
+        audio = make_stereo_flac(read_samples(path))
+        samples, rate = soundfile.read(io.BytesIO(audio), dtype="float32")
         expected = whisper.get_features(soxr.resample(samples.mean(axis=1), rate, RATE))
-        torch.testing.assert_close(make_features(llm, sound), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(make_features(llm, audio), expected, atol=1e-4, rtol=0)
 
 
-def test_other_words_are_heard_in_a_sound_at_the_wrong_rate(
+def test_other_words_are_heard_in_an_audio_file_at_the_wrong_rate(
     llm: LLM, whisper: Whisper, recordings: dict[Path, str]
 ) -> None:
     """A control: what a front end that forgets to resample would make of it."""
     path, words = list(recordings.items())[2]
-    sound = write_sound(resample(read_samples(path), RATE, 48_000), "WAV", "PCM_16", rate=RATE)
-    found = whisper.transcribe(make_features(llm, sound))
+    audio = write_audio(resample(read_samples(path), RATE, 48_000), "WAV", "PCM_16", rate=RATE)
+    found = whisper.transcribe(make_features(llm, audio))
     assert count_errors(found, words) > len(words.split()) / 3

@@ -95,8 +95,8 @@ class Transcriber:
     @torch.inference_mode()
     def generate(self, samples: Samples, **options: Any) -> list[int]:
         """Return the tokens of at most 30 seconds, by the model itself, without special tokens."""
-        sound = self.extractor(samples, sampling_rate=RATE, return_tensors="pt")
-        tokens = self.model.generate(sound.input_features, **options)
+        audio = self.extractor(samples, sampling_rate=RATE, return_tensors="pt")
+        tokens = self.model.generate(audio.input_features, **options)
         return self._leave_out_special_tokens(tokens[0])
 
     @torch.inference_mode()
@@ -106,7 +106,7 @@ class Transcriber:
         Each window begins where the last one's final time is. Conditioned, it also gets the text
         before it as a prompt. No window is decoded a second time.
         """
-        sound = self.extractor(
+        audio = self.extractor(
             samples,
             sampling_rate=RATE,
             return_tensors="pt",
@@ -115,7 +115,7 @@ class Transcriber:
             return_attention_mask=True,
         )
         found = self.model.generate(
-            **sound,
+            **audio,
             return_timestamps=True,
             return_segments=True,
             condition_on_prev_tokens=is_conditioned,
@@ -148,17 +148,17 @@ def make_long_speech(recordings: Mapping[Path, str], duration_s: float = LONG_S)
     What the last one leaves of the time is silence.
     """
     generator = random.Random(0)  # the same each time
-    sounds = {path: read_samples(path) for path in recordings}
+    audios = {path: read_samples(path) for path in recordings}
     samples = np.zeros(int(duration_s * RATE), np.float32)
     sentences: list[Span] = []
     position, queue = 0, list[Path]()
     while True:
-        queue = queue or generator.sample(list(sounds), len(sounds))
+        queue = queue or generator.sample(list(audios), len(audios))
         path = queue.pop()
-        end = position + len(sounds[path])
+        end = position + len(audios[path])
         if end > len(samples):
             return LongSpeech(samples=samples, sentences=tuple(sentences))
-        samples[position:end] = sounds[path]
+        samples[position:end] = audios[path]
         sentences.append(_make_span(recordings[path], position / RATE, end / RATE))
         pause_s = generator.uniform(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S)
         position = end + int(pause_s * RATE)

@@ -15,8 +15,8 @@ from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,
+    write_audio,
     write_image,
-    write_sound,
     write_video,
 )
 
@@ -39,7 +39,7 @@ def make_mp4(seed: int = 0, num_frames: int = 4) -> bytes:
 
 @cache
 def make_wav(seed: int = 0) -> bytes:
-    return write_sound(make_melody(4000, pitch=300.0 + 50 * seed), "WAV", "PCM_16")
+    return write_audio(make_melody(4000, pitch=300.0 + 50 * seed), "WAV", "PCM_16")
 
 
 def as_base64(content: bytes) -> str:
@@ -59,8 +59,8 @@ def make_video_part(seed: int = 0, **fields: Any) -> Part:
 
 
 def make_audio_part(seed: int = 0, **fields: Any) -> Part:
-    sound = {"data": as_base64(make_wav(seed)), "format": "wav"}
-    return {"type": "input_audio", "input_audio": sound, **fields}
+    audio = {"data": as_base64(make_wav(seed)), "format": "wav"}
+    return {"type": "input_audio", "input_audio": audio, **fields}
 
 
 def make_text_part(text: str = "What is this?") -> Part:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sensorium.engine.build.encoder import Encoder, build_encoder
-from sensorium.engine.build.options import EncodeOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.encoder import Encoder, build_encoder
+from sensorium.engine.assembly.options import EncodeOptions, LoadingOptions, MediaOptions
 from sensorium.engine.encoding.listener import EncoderListener
 from sensorium.engine.encoding.service import EncoderCounts
 

@@ -88,8 +88,8 @@ def make_probe(directory: str) -> LLM:
     return make_llm(directory, block_size=1)
 
 
-def get_adapter(llm: LLM) -> Any:
-    return llm.core.runner._adapter  # type: ignore[attr-defined]
+def get_hf_model(llm: LLM) -> Any:
+    return llm.core.runner._hf_model  # type: ignore[attr-defined]
 
 
 def run_staggered(
@@ -133,8 +133,8 @@ def get_kv_bytes(llm: LLM, num_tokens: int) -> int:
     runner: Any = llm.core.runner
     block_size = llm.config.block_size
     num_blocks = -(-num_tokens // block_size) + 1  # and the null block
-    layers = runner._adapter.probe_layers()
-    element_size = runner._adapter.dtype.itemsize
+    layers = runner._hf_model.probe_layers()
+    element_size = runner._hf_model.dtype.itemsize
     per_token = sum(layer.num_elements_per_token for layer in layers) * element_size
     return num_blocks * block_size * per_token
 
@@ -145,7 +145,7 @@ def process_with_tensors(
     """Return a processed request and the tensors of its media by hash, without caching any."""
     processed = llm.input_processor.process(request_id, prompt, params, skip_mm_cache=True)
     handles = [item.handle for item in processed.items]
-    llm.perception.readonly.cache.release(handles)
+    llm.media_parts.readonly.cache.release(handles)
     return processed, {handle.mm_hash: handle.kwargs or {} for handle in handles}
 
 
@@ -182,13 +182,13 @@ def assert_nothing_is_left(llm: LLM) -> None:
     assert llm._driver.outputs._states == {}
     assert llm._driver.outputs._owners == {}
     assert len(llm._driver.parallel_sampling) == 0
-    sender = llm.perception.caches.sender
+    sender = llm.media_parts.caches.sender
     assert not isinstance(sender, MirrorSender) or len(sender._held) == 0
 
 
 def capture_encoders(llm: LLM, recorder: Recorder) -> EncoderGraphs:
     """Let an engine capture its encoders, as the core of a server does."""
     runner: Any = llm.core.runner
-    graphs = EncoderGraphs(runner._adapter, recorder, max_bytes=1 << 30)
-    runner.encoder_runner = EncoderRunner(runner._adapter, runner.encoder_cache, graphs.encode)
+    graphs = EncoderGraphs(runner._hf_model, recorder, max_bytes=1 << 30)
+    runner.encoder_runner = EncoderRunner(runner._hf_model, runner.encoder_cache, graphs.encode)
     return graphs

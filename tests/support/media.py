@@ -37,14 +37,14 @@ def make_melody(num_samples: int = 4000, *, pitch: float = 440.0, rate: int = RA
     return (0.5 * np.sin(2 * np.pi * pitch / rate * np.arange(num_samples))).astype(np.float32)
 
 
-def write_sound(samples: npt.NDArray[Any], kind: str, subtype: str, *, rate: int = RATE) -> bytes:
+def write_audio(samples: npt.NDArray[Any], kind: str, subtype: str, *, rate: int = RATE) -> bytes:
     """Write samples to a file; several channels are the columns of an array."""
     file = io.BytesIO()
     soundfile.write(file, samples, rate, format=kind, subtype=subtype)
     return file.getvalue()
 
 
-def write_av_sound(samples: Samples, kind: str, codec: str, *, rate: int = RATE) -> bytes:
+def write_av_audio(samples: Samples, kind: str, codec: str, *, rate: int = RATE) -> bytes:
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=rate, layout="mono")
@@ -138,20 +138,20 @@ def make_images() -> dict[str, bytes]:
     return images
 
 
-def make_sounds() -> dict[str, bytes]:
+def make_audios() -> dict[str, bytes]:
     melody = make_melody(2400)
     wide = make_melody(2400, rate=48_000)
     return {
-        "wav 16": write_sound(melody, "WAV", "PCM_16"),
-        "wav 24": write_sound(melody, "WAV", "PCM_24"),
-        "wav float": write_sound(np.stack([melody, melody], axis=1), "WAV", "FLOAT"),
-        "flac": write_sound(melody, "FLAC", "PCM_16"),
-        "mp3": write_av_sound(melody, "mp3", "libmp3lame"),
-        "ogg vorbis": write_sound(melody, "OGG", "VORBIS"),
-        "ogg opus": write_av_sound(wide, "ogg", "libopus", rate=48_000),
-        "m4a": write_av_sound(melody, "ipod", "aac"),
-        "aac": write_av_sound(melody, "adts", "aac"),
-        "webm sound": write_av_sound(wide, "webm", "libopus", rate=48_000),
+        "wav 16": write_audio(melody, "WAV", "PCM_16"),
+        "wav 24": write_audio(melody, "WAV", "PCM_24"),
+        "wav float": write_audio(np.stack([melody, melody], axis=1), "WAV", "FLOAT"),
+        "flac": write_audio(melody, "FLAC", "PCM_16"),
+        "mp3": write_av_audio(melody, "mp3", "libmp3lame"),
+        "ogg vorbis": write_audio(melody, "OGG", "VORBIS"),
+        "ogg opus": write_av_audio(wide, "ogg", "libopus", rate=48_000),
+        "m4a": write_av_audio(melody, "ipod", "aac"),
+        "aac": write_av_audio(melody, "adts", "aac"),
+        "webm sound": write_av_audio(wide, "webm", "libopus", rate=48_000),
     }
 
 

@@ -22,7 +22,7 @@ def is_on() -> bool:
 
 def apply() -> None:
     """Make the engines of this process overlap their steps, if the tests are run so."""
-    from sensorium.engine.build import config
+    from sensorium.engine.assembly import config
 
     if is_on():
         config.OVERLAP_DEVICES |= {"cpu"}

@@ -24,7 +24,7 @@ class LoudnessDetector:
         return [float(np.abs(frame).mean() > 0.01) for frame in frames]
 
 
-def make_sound(*parts: tuple[float, float], rate: int = RATE) -> Samples:
+def make_tones(*parts: tuple[float, float], rate: int = RATE) -> Samples:
     """Return a sound of parts (loudness, seconds): a tone of 440 Hz."""
     pieces = []
     for loudness, seconds in parts:

@@ -55,10 +55,10 @@ class StreamedReference:
         return self._processors[delay_ms]
 
     @torch.inference_mode()
-    def generate(self, sound: Samples, delay_ms: int = DEFAULT_DELAY_MS) -> list[int]:
+    def generate(self, audio: Samples, delay_ms: int = DEFAULT_DELAY_MS) -> list[int]:
         """Return the tokens behind the prompt."""
         processor = self._get_processor(delay_ms)
-        inputs = processor(sound, sampling_rate=RATE, return_tensors="pt")
+        inputs = processor(audio, sampling_rate=RATE, return_tensors="pt")
         with warnings.catch_warnings():
             # It is as long as the sound, which Transformers takes for a length by default.
             warnings.filterwarnings("ignore", "Using the model-agnostic default")

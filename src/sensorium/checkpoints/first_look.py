@@ -28,7 +28,7 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 # Tokenizers that take bytes or characters for tokens, and so have no vocabulary.
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-_PERCEIVERS = frozenset(family.model_type for family in FAMILIES if family.modalities)
+_MEDIA_TYPES = frozenset(family.model_type for family in FAMILIES if family.modalities)
 _MARKERS = tuple(
     f"{modality}_token_{end}" for modality in ("image", "video", "audio") for end in ("id", "index")
 )
@@ -194,7 +194,7 @@ def _has_any(directory: Path, patterns: Iterable[str], *, besides: str = "") -> 
 
 def _takes_media(config: Mapping[str, Any]) -> bool:
     """Return whether a model with this config takes media, so that it needs a processor."""
-    if config.get("model_type") in _PERCEIVERS:
+    if config.get("model_type") in _MEDIA_TYPES:
         return True
     return any(config.get(marker) is not None for marker in _MARKERS)
 

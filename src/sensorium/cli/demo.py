@@ -174,7 +174,7 @@ class Screen:
 
 def _draw(item: SampleMedia) -> list[Text]:
     if item.modality == "audio":
-        return [_draw_sound(item)]
+        return [_draw_audio(item)]
     if item.modality == "image":
         with Image.open(item.path) as image:
             return draw_pictures([image.convert("RGB")], _PICTURE_SIDE)
@@ -215,7 +215,7 @@ def _read_frames(item: SampleMedia) -> list[Image.Image]:
     return [Image.fromarray(frames[place]) for place in places]
 
 
-def _draw_sound(item: SampleMedia) -> Text:
+def _draw_audio(item: SampleMedia) -> Text:
     """Return a row of bars that show how loud a sound is, from its beginning to its end."""
     import av
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from sensorium.cli.flags import add_server_command, get_given, look_at_model, tell_notes
 from sensorium.cli.serve import choose_pool_size, count_cores, get_model
-from sensorium.engine.build.options import EncodeOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EncodeOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import SensoriumError

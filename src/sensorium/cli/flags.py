@@ -23,7 +23,7 @@ from sensorium.cli.values import MAX_INTEGER, PARSERS, split_list
 from sensorium.cli.vllm.flags import add_foreign_flags
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.embedded.cache import PACKED_MODEL
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 from sensorium.types.options import Option, list_options

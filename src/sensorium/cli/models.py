@@ -60,8 +60,8 @@ def _show_models(arguments: argparse.Namespace) -> None:
         return
     look_at_model(arguments.model, arguments, needs_weights=arguments.is_tried)
     with showing_progress(arguments):
-        from sensorium.engine.build.catalog import describe_model
-        from sensorium.engine.build.options import LoadingOptions
+        from sensorium.engine.assembly.catalog import describe_model
+        from sensorium.engine.assembly.options import LoadingOptions
         from sensorium.models.checkpoint import blame_checkpoint
 
         with blame_checkpoint(arguments.model):

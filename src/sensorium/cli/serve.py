@@ -18,7 +18,7 @@ from sensorium.cli.flags import (
 )
 from sensorium.cli.keys import take_keys
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.server.options import ServeOptions
 from sensorium.types.errors import SensoriumError

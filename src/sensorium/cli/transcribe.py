@@ -17,8 +17,8 @@ from sensorium.checkpoints.files import CONFIG, read_json
 from sensorium.checkpoints.first_look import find_directory
 from sensorium.cli import flags
 from sensorium.cli.keys import VARIABLE, get_client_key
-from sensorium.cli.speech.sound_folders import FoundSounds, find_sounds
-from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.audio_folders import FoundAudio, find_audio_files
+from sensorium.cli.speech.transcript_writer import AudioFile, TranscriptWriter
 from sensorium.embedded import EMBEDDED_MODEL
 from sensorium.embedded.cache import PACKED_MODEL
 from sensorium.speech.formats import SPEECH_FORMATS, as_json, as_plain, as_verbose
@@ -172,31 +172,31 @@ def _read_delay(given: str) -> str | int:
 
 def _transcribe(arguments: argparse.Namespace) -> None:
     """Run the command: transcribe all files, and exit with 1 if one of them failed."""
-    found = FoundSounds() if arguments.live else find_sounds(arguments.words)
-    _check_usage(arguments, found.sounds)
+    found = FoundAudio() if arguments.live else find_audio_files(arguments.words)
+    _check_usage(arguments, found.audios)
     if arguments.live:
         _run_live(arguments)
         return
     params = SamplingParams(temperature=arguments.temperature, seed=arguments.seed)
-    sounds, problems = found.sounds, found.problems
+    audios, problems = found.audios, found.problems
     for line in (*found.notes, *problems):
         print(f"sensorium: {make_one_line(line)}", file=sys.stderr)
     num_failed = len(problems)
-    if sounds:
-        is_headed = len(sounds) + len(problems) > 1
+    if audios:
+        is_headed = len(audios) + len(problems) > 1
         writer = TranscriptWriter(
-            sounds, arguments.format, arguments.output_dir, is_headed=is_headed
+            audios, arguments.format, arguments.output_dir, is_headed=is_headed
         )
         if arguments.url is None:
-            _run_model(arguments, sounds, writer, params)
+            _run_model(arguments, audios, writer, params)
         else:
-            _run_server(arguments, sounds, writer)
+            _run_server(arguments, audios, writer)
         num_failed += writer.num_failed
     if num_failed:
         sys.exit(1)
 
 
-def _check_usage(arguments: argparse.Namespace, sounds: Sequence[SoundFile]) -> None:
+def _check_usage(arguments: argparse.Namespace, audios: Sequence[AudioFile]) -> None:
     """End the process with the usage and an error if flags don't go together."""
     names, form = list(dict.fromkeys(arguments.words)), arguments.format
     if not names:
@@ -204,16 +204,16 @@ def _check_usage(arguments: argparse.Namespace, sounds: Sequence[SoundFile]) -> 
     _check_live_usage(arguments, names)
     if arguments.word_timestamps and form != "verbose_json":
         arguments.refuse("--word-timestamps needs --format verbose_json")
-    num_files = max(len(names), len(sounds))
+    num_files = max(len(names), len(audios))
     if arguments.output_dir is None and num_files > 1 and form != "text":
         arguments.refuse(f"several files in the format {form} need --output-dir")
     if arguments.output_dir is not None:
         targets: dict[str, str] = {}  # name of the transcript's file -> the file it is of
-        named = (SoundFile(name) for name in names if not os.path.isdir(name))
-        for sound in {sound.name: sound for sound in (*named, *sounds)}.values():
-            other = targets.setdefault(sound.get_target(form), sound.name)
-            if other != sound.name:
-                pair = " and ".join(map(make_one_line, (other, sound.name)))
+        named = (AudioFile(name) for name in names if not os.path.isdir(name))
+        for audio in {audio.name: audio for audio in (*named, *audios)}.values():
+            other = targets.setdefault(audio.get_target(form), audio.name)
+            if other != audio.name:
+                pair = " and ".join(map(make_one_line, (other, audio.name)))
                 arguments.refuse(f"{pair} would be written to the same file")
     if arguments.url is not None:
         _check_server_usage(arguments)
@@ -254,7 +254,7 @@ def _check_server_usage(arguments: argparse.Namespace) -> None:
 
 def _run_model(
     arguments: argparse.Namespace,
-    sounds: Sequence[SoundFile],
+    audios: Sequence[AudioFile],
     writer: TranscriptWriter,
     params: SamplingParams,
 ) -> None:
@@ -265,13 +265,13 @@ def _run_model(
     with flags.load_llm(arguments) as llm:
         from tqdm import tqdm
 
-        from sensorium.engine.speech.batch import SoundProgress
+        from sensorium.engine.speech.batch import AudioProgress
 
         with (
-            closing(_start(arguments, llm, sounds, params)) as deltas,
+            closing(_start(arguments, llm, audios, params)) as deltas,
             tqdm(disable=None, unit="s", bar_format=_BAR) as bar,
         ):
-            progress = SoundProgress(bar)
+            progress = AudioProgress(bar)
             for delta in deltas:
                 for segment in delta.segments:
                     writer.add_text(delta.index, segment.text)
@@ -309,12 +309,12 @@ def _name_other(model: str, error: RequestError) -> RequestError:
 
 
 def _start(
-    arguments: argparse.Namespace, llm: LLM, sounds: Sequence[SoundFile], params: SamplingParams
+    arguments: argparse.Namespace, llm: LLM, audios: Sequence[AudioFile], params: SamplingParams
 ) -> Any:
     """Return the generator of transcripts, or raise a `RequestError` that names the model."""
     try:
         return llm.stream_transcripts(
-            [sound.get_source() for sound in sounds],
+            [audio.get_source() for audio in audios],
             task=arguments.task,
             language=arguments.language,
             prompt=arguments.prompt or "",
@@ -356,7 +356,7 @@ def _run_live(arguments: argparse.Namespace) -> None:
 
 
 def _run_server(
-    arguments: argparse.Namespace, sounds: Sequence[SoundFile], writer: TranscriptWriter
+    arguments: argparse.Namespace, audios: Sequence[AudioFile], writer: TranscriptWriter
 ) -> None:
     """Transcribe files with a server."""
     from sensorium.cli.speech.speech_client import SpeechClient
@@ -376,4 +376,4 @@ def _run_server(
         task=arguments.task,
         fields={name: value for name, value in fields.items() if value is not None},
     )
-    client.run(sounds, writer)
+    client.run(audios, writer)

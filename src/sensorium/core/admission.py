@@ -54,10 +54,10 @@ def check_request(request: EngineCoreRequest, limits: Limits) -> None:
     stream = request.stream
     if stream is None:  # the sound of a stream has no place in its prompt
         _check_features(request.mm_features, num_tokens, limits)
-    elif not stream.is_open and stream.num_heard <= num_tokens:
+    elif not stream.is_open and stream.num_received <= num_tokens:
         raise RequestError(
             f"the prompt has {num_tokens} tokens, but every token needs a part of the sound, which "
-            f"is long enough for {stream.num_heard}: shorten the prompt, or send a longer sound",
+            f"is long enough for {stream.num_received}: shorten the prompt, or send a longer sound",
             path=("prompt",),
         )
 

@@ -103,7 +103,7 @@ class Request:
         self.num_scored_tokens: int | None = 0 if has_scores else None
         stream = core_request.stream
         # The number of positions with a part of a sound that goes on; infinite without one.
-        self.num_heard: float = math.inf if stream is None else stream.num_heard
+        self.num_received: float = math.inf if stream is None else stream.num_received
         self.is_open = stream is not None and stream.is_open  # more of the sound may come
         self._num_items_counted = 0
         self._block_size = block_size
@@ -139,18 +139,18 @@ class Request:
     @property
     def num_ready_tokens(self) -> int:
         """The number of tokens that can be computed: those with their part of the sound."""
-        return int(min(len(self.token_ids) + self.num_due_tokens, self.num_heard))
+        return int(min(len(self.token_ids) + self.num_due_tokens, self.num_received))
 
     @property
-    def is_listening(self) -> bool:
+    def is_waiting_for_audio(self) -> bool:
         """Whether all that was heard is computed, and the request waits for more of the sound."""
-        is_idle = not self.num_due_tokens and self.num_computed_tokens >= self.num_heard
+        is_idle = not self.num_due_tokens and self.num_computed_tokens >= self.num_received
         return self.is_open and is_idle
 
     @property
-    def has_heard_all(self) -> bool:
+    def has_received_all(self) -> bool:
         """Whether the sound has ended, and all tokens that it may have are known."""
-        is_over = not self.is_open and len(self.token_ids) >= self.num_heard
+        is_over = not self.is_open and len(self.token_ids) >= self.num_received
         return is_over and not self.num_due_tokens
 
     def drop_tokens(self, count: int) -> None:
@@ -175,7 +175,7 @@ class Request:
 
     def _renumber(self, count: int) -> None:
         self.num_prompt_tokens -= count
-        self.num_heard -= count
+        self.num_received -= count
         self.num_dropped += count
 
     def must_wait(self, max_model_len: int) -> bool:
@@ -202,7 +202,7 @@ class Request:
     def is_decoding(self) -> bool:
         """Whether all tokens but the last one are computed, or are in the step under way."""
         num_tokens = len(self.token_ids) + self.num_due_tokens
-        is_ready = num_tokens <= self.num_heard
+        is_ready = num_tokens <= self.num_received
         return is_ready and self.num_scheduled_tokens == num_tokens - 1 >= self.num_prompt_tokens
 
     @property
@@ -350,7 +350,7 @@ class Request:
                 return FinishReason.STOP, token_id
         if is_complete:
             return FinishReason.STOP, None
-        if not self.is_open and len(self.token_ids) >= self.num_heard:
+        if not self.is_open and len(self.token_ids) >= self.num_received:
             return FinishReason.STOP, None
         if len(self.token_ids) + self.num_dropped >= self._max_num_tokens:
             return FinishReason.LENGTH, None
@@ -370,7 +370,7 @@ class Request:
 
     def _make_hash_root(self) -> bytes:
         request = self.core_request
-        return hash_root(request.adapter, request.cache_salt, is_long=self.is_long)
+        return hash_root(request.lora_id, request.cache_salt, is_long=self.is_long)
 
     def block_hash(self, index: int) -> bytes:
         """Return the name of the KV cache block at `index`, which must be full.
@@ -446,7 +446,7 @@ def _is_token_read(request: EngineCoreRequest) -> bool:
     )
 
 
-def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:
+def hash_root(lora_id: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:
     """Return the hash that the chain of a request's KV cache block names begins with.
 
     The name of a block is a hash of its contents and of the name before it. Requests with different
@@ -455,7 +455,7 @@ def hash_root(adapter: str | None, cache_salt: str | None, *, is_long: bool = Fa
     ones.
     """
     variant = b"long" if is_long else b""
-    return hashlib.sha256(_VERSION + _framed(adapter) + _framed(cache_salt) + variant).digest()
+    return hashlib.sha256(_VERSION + _framed(lora_id) + _framed(cache_salt) + variant).digest()
 
 
 def hash_block(

@@ -31,8 +31,8 @@ from operator import attrgetter
 from sensorium.core.admission import Limits, check_growth, check_request, get_unsplittable_spans
 from sensorium.core.encoder_cache_manager import EncoderCacheManager
 from sensorium.core.kv_cache_manager import KVCacheManager
-from sensorium.core.listeners import Listeners
 from sensorium.core.long_prompts import LongPrompts
+from sensorium.core.open_streams import OpenStreams
 from sensorium.core.request import Rank, Request, RequestStatus, SchedulerCounters
 from sensorium.core.seat_shares import SeatShares
 from sensorium.core.waiting_queue import WaitingQueue
@@ -74,7 +74,7 @@ class Scheduler:
         self.held: dict[
             str, Request
         ] = {}  # by id; they are LOADING, and have no seat and no blocks
-        self.listeners = Listeners(kv_cache, max_num_open=max(1, limits.max_num_seqs - 1))
+        self.open_streams = OpenStreams(kv_cache, max_num_open=max(1, limits.max_num_seqs - 1))
         self.counters = SchedulerCounters()
         self._policy = policy
         self._clock = clock
@@ -113,14 +113,14 @@ class Scheduler:
             long_after=self.limits.long_after,
         )
         if request.is_open:
-            self.listeners.admit(request, self.limits)
-        self.listeners.hold_up_others = False  # it may be another's turn
+            self.open_streams.admit(request, self.limits)
+        self.open_streams.hold_up_others = False  # it may be another's turn
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        if request.num_heard:
+        if request.num_received:
             self._enqueue(request)
         else:
-            self.listeners.add(request)
+            self.open_streams.add(request)
 
     def _enqueue(self, request: Request) -> None:
         """Put a request that has no blocks into the queue, among the long prompts if it has one."""
@@ -131,7 +131,7 @@ class Scheduler:
                 return
         self.waiting.add(request)
 
-    def append_sound(
+    def append_audio(
         self, request_id: str, num_positions: int, *, is_last: bool = False
     ) -> EngineCoreOutput | None:
         """Let a request go on with as many positions more of its sound.
@@ -140,13 +140,13 @@ class Scheduler:
         """
         if (request := self.requests.get(request_id)) is None or not request.is_open:
             return None
-        request.num_heard += num_positions
+        request.num_received += num_positions
         request.is_open = not is_last
-        if request.has_heard_all:
+        if request.has_received_all:
             self._end(request, FinishReason.STOP)
             return request.make_output(FinishReason.STOP, self._clock())
-        if request_id in self.listeners and request.num_heard > request.num_computed_tokens:
-            self.listeners.remove(request_id)
+        if request_id in self.open_streams and request.num_received > request.num_computed_tokens:
+            self.open_streams.remove(request_id)
             if request.status is RequestStatus.RUNNING:
                 insort(self.running, request, key=_rank_of)
             else:
@@ -179,14 +179,14 @@ class Scheduler:
         """Let a request wait for its turn that was held. Its place is that of its arrival."""
         request = self.held.pop(request_id)
         request.status = RequestStatus.WAITING
-        self.listeners.hold_up_others = False  # it may be this one's turn
+        self.open_streams.hold_up_others = False  # it may be this one's turn
         self._enqueue(request)
 
     @property
     def has_requests(self) -> bool:
         """Whether a step has something to do: not all listen, are held, or wait for listeners."""
-        num_idle = len(self.listeners) + len(self.held)
-        return len(self.requests) > num_idle and not self.listeners.hold_up_others
+        num_idle = len(self.open_streams) + len(self.held)
+        return len(self.requests) > num_idle and not self.open_streams.hold_up_others
 
     # ---- deciding a step
 
@@ -210,14 +210,14 @@ class Scheduler:
             self._long_prompts.lift()
             step = self._fill_step()
         self._long_prompts.end_step(has_tokens=bool(step.scheduled))
-        self.listeners.note_step(is_idle=not step.scheduled and not self.running)
+        self.open_streams.note_step(is_idle=not step.scheduled and not self.running)
         self._carryover.add_encoded(step, self.limits.max_num_encoder_embeds)
         return self._make_output(step)
 
     def _fill_step(self) -> Step:
         self._long_prompts.begin_step(self.running, self.waiting)
         self._make_room_for_others()
-        self._make_room_for_sound()
+        self._make_room_for_audio()
         self._long_prompts.choose(self.waiting, num_free_seats=self._num_free_seats)
         step = self._carryover.begin(self.limits, self._can_go_on)
         resting = self._shares.get_resting(self.running)
@@ -252,7 +252,7 @@ class Scheduler:
         ):
             self._preempt(request)
 
-    def _make_room_for_sound(self) -> None:
+    def _make_room_for_audio(self) -> None:
         """Preempt requests for a live one, which has a seat and blocks set aside."""
         first = self.waiting.first
         if first is None or not first.core_request.is_live:
@@ -270,7 +270,7 @@ class Scheduler:
 
     @property
     def _num_free_seats(self) -> int:
-        return self.limits.max_num_seqs - len(self.running) - len(self.listeners)
+        return self.limits.max_num_seqs - len(self.running) - len(self.open_streams)
 
     def _can_start(self, step: Step) -> bool:
         return self._num_free_seats > 0 and step.num_tokens_left > 0 and not step.is_short_of_blocks
@@ -285,7 +285,7 @@ class Scheduler:
             if request.num_scheduled_tokens > request.num_computed_tokens:
                 step.has_waiting = True  # it is renumbered when the step under way has ended
                 return
-            self.listeners.drop_passed(request)
+            self.open_streams.drop_passed(request)
         start = request.num_scheduled_tokens
         if start % self.kv_cache.block_size and request.is_decoding and step.num_tokens_left:
             # Most requests of most steps: one token more, for which there is a block.
@@ -394,7 +394,7 @@ class Scheduler:
         stopped, self._stopped = tuple(self._stopped), []
         self.counters.num_scheduled_tokens += step.num_tokens
         freed = self.encoder_cache.take_freed_keys()
-        return step.make_output(stopped, self.listeners.take_dropped(), freed)
+        return step.make_output(stopped, self.open_streams.take_dropped(), freed)
 
     # ---- taking the results of a step
 
@@ -427,13 +427,13 @@ class Scheduler:
             elif prompt_logprobs:
                 name = request.request_id
                 outputs.append(EngineCoreOutput(request_id=name, prompt_logprobs=prompt_logprobs))
-            self._listen_if_idle(request)
+            self._wait_if_idle(request)
         return outputs
 
-    def _listen_if_idle(self, request: Request) -> None:
-        if request.is_listening and request.status is RequestStatus.RUNNING:
+    def _wait_if_idle(self, request: Request) -> None:
+        if request.is_waiting_for_audio and request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self.listeners.add(request)
+            self.open_streams.add(request)
 
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
         """End all requests of a step that failed in the worker, and return their last outputs.
@@ -561,7 +561,7 @@ class Scheduler:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         was_held = self.held.pop(request.request_id, None) is not None
-        if not self.listeners.forget(request.request_id) and not was_held:
+        if not self.open_streams.forget(request.request_id) and not was_held:
             if request.status is RequestStatus.RUNNING:
                 self.running.remove(request)
             else:

@@ -224,9 +224,11 @@ class WindowPlanner:
 
     def get_missing_items(self, request: Request, start: int) -> list[int]:
         """Return the media items that tokens from `start` on need, and the cache does not have."""
-        features, is_beside = request.mm_features, self._limits.is_encoder_decoder
+        features, is_outside_prompt = request.mm_features, self._limits.is_encoder_decoder
         end = request.num_prompt_tokens
-        first, last = get_mm_features_in_window(features, start, end, is_encoder_decoder=is_beside)
+        first, last = get_mm_features_in_window(
+            features, start, end, is_encoder_decoder=is_outside_prompt
+        )
         cache = self._encoder_cache
         return [i for i in range(first, last) if request.get_encoder_key(i) not in cache]
 

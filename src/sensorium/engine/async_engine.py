@@ -17,15 +17,15 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sensorium.engine.build.frontend import Perception
+from sensorium.engine.assembly.frontend import MediaParts
+from sensorium.engine.audio_request import AudioRequest
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_client import CoreClient
-from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
+from sensorium.engine.driver import Delivery, ProcessAgain, RequestDriver, Step, advance
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
-from sensorium.engine.inputs.preparation import BeginPerceiving, Preparation
+from sensorium.engine.inputs.preparation import BeginProcessing, Preparation
 from sensorium.engine.inputs.renderer import AnyPrompt, Renderer
 from sensorium.engine.inputs.warmup import TEXT, Dummy
-from sensorium.engine.sound_request import SoundRequest
 from sensorium.multimodal.cache.mirror import MirrorSender
 from sensorium.types.errors import (
     CapacityError,
@@ -90,7 +90,7 @@ class AsyncEngine:
     def __init__(
         self,
         inputs: InputProcessor,
-        perception: Perception,
+        media_parts: MediaParts,
         *,
         identity: str,
         chat_template: str | None = None,
@@ -98,15 +98,17 @@ class AsyncEngine:
         self.info: CoreInfo | None = None
         self.is_stalled = False  # whether the core is connected and makes no progress
         self._inputs = inputs
-        self._caches = perception.caches
-        self._sender = perception.caches.sender
+        self._caches = media_parts.caches
+        self._sender = media_parts.caches.sender
         self._identity = identity
         self._ids = count()
         self.renderer = Renderer(inputs, chat_template=chat_template)
         self._preparation = Preparation(self.renderer)
         self.tokenizer = inputs.processor.tokenizer
-        is_beside = inputs.processor.beside is not None
-        self._driver = RequestDriver(self.tokenizer, self._sender, is_beside=is_beside)
+        is_outside_prompt = inputs.processor.beside is not None
+        self._driver = RequestDriver(
+            self.tokenizer, self._sender, is_outside_prompt=is_outside_prompt
+        )
         self._client: CoreClient | None = None
         self._readers: dict[str, _Reader] = {}  # request id -> its caller
         self._num_preparing = 0
@@ -286,9 +288,9 @@ class AsyncEngine:
             if reader.error is not None:
                 raise reader.error
 
-    async def open_sound(
+    async def open_audio(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
-    ) -> SoundRequest:
+    ) -> AudioRequest:
         """Start a request that takes a sound while it goes on, when the core has accepted it.
 
         `delay_ms` is how far the text is behind the sound. The caller has to close the request.
@@ -306,18 +308,18 @@ class AsyncEngine:
         except BaseException:
             self._abort(core_id)
             raise
-        return SoundRequest(
+        return AudioRequest(
             stream,
-            send=partial(self._append_sound, core_id),
+            send=partial(self._append_audio, core_id),
             deltas=self._read_deltas(core_id, reader, request_id),
             abort=partial(self._abort, core_id),
         )
 
-    def _append_sound(self, core_id: str, features: torch.Tensor | None, is_last: bool) -> None:
+    def _append_audio(self, core_id: str, features: torch.Tensor | None, is_last: bool) -> None:
         """Send more of a sound to the core. It is dropped if its request has ended."""
         if self._client is not None and self._driver.outputs.has_request(core_id):
             array = None if features is None else features.numpy()
-            self._client.append_sound(core_id, array, is_last=is_last)
+            self._client.append_audio(core_id, array, is_last=is_last)
 
     @asynccontextmanager
     async def render(
@@ -342,14 +344,14 @@ class AsyncEngine:
         finally:
             self._inputs.release(prepared.processed)
 
-    async def perceive(
-        self, modality: str, begin: BeginPerceiving[T], *, drop: Callable[[T], None]
+    async def process_media(
+        self, modality: str, begin: BeginProcessing[T], *, drop: Callable[[T], None]
     ) -> T:
         """Run work on media without a prompt, and return its result.
 
         `Preparation.perceive` explains the arguments. The cache that the core mirrors is not used.
         """
-        return await self._preparation.perceive(modality, begin, drop=drop)
+        return await self._preparation.process_media(modality, begin, drop=drop)
 
     async def reset_cache(self, level: str) -> None:
         """Empty one cache, here and in the core, and wait until the core has done so.
@@ -420,8 +422,8 @@ class AsyncEngine:
         The step either processes a media item again, and its result is the new item, or it sends
         one completion, and its result is the core's answer.
         """
-        if isinstance(step, PerceiveAgain):
-            return await self._preparation.perceive_again(step.item)
+        if isinstance(step, ProcessAgain):
+            return await self._preparation.process_again(step.item)
         return await self._get_client().add(step.request, step.make_transfer)
 
     def _take_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:

@@ -34,7 +34,7 @@ from sensorium.engine.inputs.renderer import Prepared
 from sensorium.engine.outputs.completions import ParallelSampling
 from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.multimodal.cache.interface import SenderCache
-from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.pipeline import CachedItem
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
 from sensorium.types.multimodal import ItemTimes, ShmReference, Transfer
 from sensorium.types.outputs import MediaItemReport, RequestOutput
@@ -58,7 +58,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class PerceiveAgain:
+class ProcessAgain:
     """A step of a delivery, in which the engine processes a media item again.
 
     A delivery is a generator that yields steps, and waits for the result of each. The result of
@@ -66,10 +66,10 @@ class PerceiveAgain:
     tensors and the frontend no longer has them either.
     """
 
-    item: PerceivedItem
+    item: CachedItem
 
 
-Step = Send | PerceiveAgain
+Step = Send | ProcessAgain
 Delivery = Generator[Step, Any, None]
 _BEGIN: Any = None  # what a delivery yields before its first step; `_begin` takes it
 
@@ -104,12 +104,14 @@ class RequestDriver:
     """The state of all requests of one frontend, from their start to their end. Not thread-safe.
 
     The driver does no I/O. Its methods return what the engine has to send to the core, to abort
-    there, and to return to callers. `is_beside` is true for models that attend to media beside
-    their prompt.
+    there, and to return to callers. `is_outside_prompt` is true for models that attend to media
+    outside their prompt.
     """
 
-    def __init__(self, tokenizer: Any, sender: SenderCache, *, is_beside: bool = False) -> None:
-        self.outputs = OutputProcessor(tokenizer, is_beside=is_beside)
+    def __init__(
+        self, tokenizer: Any, sender: SenderCache, *, is_outside_prompt: bool = False
+    ) -> None:
+        self.outputs = OutputProcessor(tokenizer, is_outside_prompt=is_outside_prompt)
         # Not `self.release`: that would make a reference cycle, and only the garbage collector
         # would free the sender's memory.
         self.parallel_sampling = ParallelSampling(partial(_release, sender))
@@ -169,7 +171,7 @@ class RequestDriver:
         self.outputs.forget(request_ids)
         return child_ids
 
-    def release(self, items: Sequence[PerceivedItem]) -> None:
+    def release(self, items: Sequence[CachedItem]) -> None:
         """Release the cache handles of media items that a request no longer needs.
 
         A handle keeps its item in the cache. The cache may evict an item when all of its handles
@@ -181,7 +183,7 @@ class RequestDriver:
         self,
         request_id: str,
         children: Sequence[EngineCoreRequest],
-        items: Sequence[PerceivedItem],
+        items: Sequence[CachedItem],
         stages: ItemTimes | None = None,
         *,
         is_kept: bool = False,
@@ -205,7 +207,7 @@ class RequestDriver:
         self,
         request_id: str,
         child: EngineCoreRequest,
-        items: Sequence[PerceivedItem],
+        items: Sequence[CachedItem],
         stages: ItemTimes | None,
     ) -> Delivery:
         current = list(items)  # items are replaced in it if they are perceived again
@@ -227,8 +229,8 @@ class RequestDriver:
     def _make_transfer(
         self,
         request_id: str,
-        items: Sequence[PerceivedItem],
-        current: Sequence[PerceivedItem],
+        items: Sequence[CachedItem],
+        current: Sequence[CachedItem],
         stages: ItemTimes | None,
     ) -> Transfer:
         transfer = self._sender.make_transfer([item.handle for item in current])
@@ -240,7 +242,7 @@ class RequestDriver:
         return transfer
 
     def _replace_lost(
-        self, current: list[PerceivedItem], items: Sequence[PerceivedItem], lost: frozenset[str]
+        self, current: list[CachedItem], items: Sequence[CachedItem], lost: frozenset[str]
     ) -> Delivery:
         """Yield steps that process lost media items again, unless this frontend has their tensors.
 
@@ -249,7 +251,7 @@ class RequestDriver:
         """
         for index, item in enumerate(current):
             if item.handle.mm_hash in lost and item.handle.kwargs is None:
-                current[index] = yield PerceiveAgain(item)
+                current[index] = yield ProcessAgain(item)
                 if item is not items[index]:
                     self.release([item])
 
@@ -265,12 +267,12 @@ def _begin(delivery: Delivery) -> Delivery:
     return delivery
 
 
-def _release(sender: SenderCache, items: Sequence[PerceivedItem]) -> None:
+def _release(sender: SenderCache, items: Sequence[CachedItem]) -> None:
     sender.release([item.handle for item in items])
 
 
 def _make_reports(
-    items: Sequence[PerceivedItem], sent: Sequence[PerceivedItem], transfer: Transfer
+    items: Sequence[CachedItem], sent: Sequence[CachedItem], transfer: Transfer
 ) -> tuple[MediaItemReport, ...]:
     """Return one report for each media item: whether it was a cache hit, and how it was sent.
 

@@ -15,9 +15,9 @@ from typing import Any, Self, Unpack
 from tqdm import tqdm
 
 from sensorium.embedded import EMBEDDED_MODEL
-from sensorium.engine.build.builder import build_engine
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.engine.driver import Delivery, PerceiveAgain, RequestDriver, Step, advance
+from sensorium.engine.assembly.builder import build_engine
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.driver import Delivery, ProcessAgain, RequestDriver, Step, advance
 from sensorium.engine.failures import make_failure, raise_first_error
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.own_files import find_paths
@@ -37,7 +37,7 @@ from sensorium.engine.speech.batch import (
 )
 from sensorium.engine.speech.models import read_speech_model
 from sensorium.models.checkpoint import blame_checkpoint
-from sensorium.multimodal.processing.sound_streams import can_chat
+from sensorium.multimodal.processing.streaming_audio import can_chat
 from sensorium.render.prompts import as_params, as_prompts
 from sensorium.speech.transcript import Transcript, TranscriptDelta
 from sensorium.types.errors import RequestError, SensoriumError
@@ -73,11 +73,11 @@ class LLM:
         running, media = make_group(EngineOptions, options), make_group(MediaOptions, options)
         with blame_checkpoint(loading.model):
             built, frontend, restrictions = build_engine(loading, options=running, media=media)
-        self.config, self.core, self.perception = built.config, built.core, frontend.perception
+        self.config, self.core, self.media_parts = built.config, built.core, frontend.media_parts
         self.input_processor = InputProcessor(
             frontend.processor,
-            pipeline=self.perception.pipeline,
-            readonly=self.perception.readonly,
+            pipeline=self.media_parts.pipeline,
+            readonly=self.media_parts.readonly,
             defaults=built.defaults,
             grammars=built.grammars,
             limit_mm_per_prompt=running.limit_mm_per_prompt,
@@ -92,8 +92,8 @@ class LLM:
         self._ids = count()
         self._driver = RequestDriver(
             frontend.processor.tokenizer,
-            self.perception.caches.sender,
-            is_beside=frontend.processor.beside is not None,
+            self.media_parts.caches.sender,
+            is_outside_prompt=frontend.processor.beside is not None,
         )
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class LLM:
         self._is_closed = True
         if self.core.loader is not None:
             self.core.loader.close()
-        self.perception.close()
+        self.media_parts.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -200,7 +200,7 @@ class LLM:
 
     def transcribe(
         self,
-        sounds: Any,
+        audios: Any,
         *,
         use_tqdm: bool = True,
         return_errors: bool = False,
@@ -212,14 +212,14 @@ class LLM:
         their rate. It may have any length. The sounds of one call are computed together. `options`
         are those of `sensorium.speech.options.SpeechOptions`. Errors are handled as in `generate`.
         """
-        with closing(self.stream_transcripts(sounds, **options)) as deltas:
+        with closing(self.stream_transcripts(audios, **options)) as deltas:
             results = finish_transcripts(deltas, use_tqdm=use_tqdm)
         if not return_errors:
             raise_first_error(results, "sounds")
         return results
 
     def stream_transcripts(
-        self, sounds: Any, **options: Unpack[TranscribeKwargs]
+        self, audios: Any, **options: Unpack[TranscribeKwargs]
     ) -> Generator[TranscriptDelta, None, None]:
         """Yield the parts of the transcripts of one sound or a list of sounds when they are final.
 
@@ -233,14 +233,14 @@ class LLM:
             raise RequestError("this model does not transcribe sounds")
         batch = TranscriptBatch(
             self._speech,
-            self.perception.readonly,
+            self.media_parts.readonly,
             make_options(options, self._speech),
             add=partial(self._add, is_streamed=True),
             step=self._finish_streams,
             abort=self._abort,
             max_running=2 * self.config.limits.max_num_seqs,
         )
-        return batch.run(sounds if isinstance(sounds, list) else [sounds])
+        return batch.run(audios if isinstance(audios, list) else [audios])
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -320,11 +320,11 @@ class LLM:
         The step either processes a media item again, and its result is the new item, or it gives
         one completion to the core, and its result is the core's answer.
         """
-        if isinstance(step, PerceiveAgain):
-            return self.perception.pipeline.perceive_again(step.item)
+        if isinstance(step, ProcessAgain):
+            return self.media_parts.pipeline.process_again(step.item)
         missing = self.core.add_request(step.request, step.make_transfer())
         if missing is not None:
-            self.perception.caches.sender.handle_missing(missing)
+            self.media_parts.caches.sender.handle_missing(missing)
         return missing
 
     def _step(self) -> list[RequestOutput]:

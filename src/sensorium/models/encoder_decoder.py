@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPooling
 
 from sensorium.layers.kv_layout import LayerSpec
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.probes import KVProbe
 from sensorium.models.seams.paged_attention import AttentionCall, attending
 from sensorium.types.errors import ModelError
@@ -45,7 +45,7 @@ def get_max_positions(model_class: Any, config: PretrainedConfig) -> int:
     return most or count_positions(model_class, WINDOW_S * _SAMPLING_RATE)
 
 
-class EncoderDecoderAdapter(ModelAdapter):
+class EncoderDecoderModel(HfModel):
     """An adapter for models that attend to an encoded sound in every layer of their decoder."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -173,12 +173,12 @@ class EncoderDecoderAdapter(ModelAdapter):
     # ---- the encoder
 
     def _get_encoder(self, _modality: str) -> Any:
-        return self._encode_sounds
+        return self._encode_audios
 
     def _get_encoder_names(self, _modality: str) -> Collection[str]:
         return (self.model.main_input_name, "attention_mask")
 
-    def _encode_sounds(self, *, return_dict: bool, **inputs: torch.Tensor) -> Any:
+    def _encode_audios(self, *, return_dict: bool, **inputs: torch.Tensor) -> Any:
         output = self.model.get_encoder()(**inputs, return_dict=return_dict)
         return BaseModelOutputWithPooling(pooler_output=output.last_hidden_state)
 

@@ -15,18 +15,18 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from sensorium.models.adapter import ModelAdapter
-from sensorium.models.encoder_decoder import EncoderDecoderAdapter
+from sensorium.models.ctc_transducer import CtcTransducerModel
+from sensorium.models.encoder_decoder import EncoderDecoderModel
+from sensorium.models.hf_model import HfModel
 from sensorium.models.media_batches import gather_arguments
-from sensorium.models.recogniser import RecogniserAdapter
-from sensorium.models.streaming import StreamingAdapter
+from sensorium.models.streaming import StreamingModel
 from sensorium.types.families import FAMILIES
 from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
 
 # ---- Gemma 3
 
 
-class Gemma3Adapter(ModelAdapter):
+class HfGemma3(HfModel):
     """The adapter of Gemma 3: an image's embeddings attend to each other in both directions."""
 
     bidirectional_modalities = frozenset({"image"})
@@ -35,7 +35,7 @@ class Gemma3Adapter(ModelAdapter):
 # ---- Gemma 4
 
 
-class Gemma4Adapter(ModelAdapter):
+class HfGemma4(HfModel):
     """The adapter of Gemma 4: each decoder layer gets an extra input that is looked up by token id.
 
     If the model's config asks for it, layers with a window attend to images and videos in both
@@ -58,7 +58,7 @@ class Gemma4Adapter(ModelAdapter):
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the embeddings [1, N, hidden] of token ids [N], and extra decoder arguments.
 
-        The parameters are those of `ModelAdapter.embed`. The second result has `per_layer_inputs`,
+        The parameters are those of `HfModel.embed`. The second result has `per_layer_inputs`,
         the extra inputs of each decoder layer, if the model has them. As in Transformers, every id
         of a media placeholder is replaced with the padding id before it is looked up, even if the
         model itself generated that token.
@@ -74,13 +74,13 @@ class Gemma4Adapter(ModelAdapter):
 # ---- Qwen2-Audio
 
 
-class Qwen2AudioAdapter(ModelAdapter):
+class HfQwen2Audio(HfModel):
     """The adapter of Qwen2-Audio, which has no function of its own that only encodes sounds."""
 
     def _get_encoder(self, _modality: str) -> Any:
-        return self._encode_sounds
+        return self._encode_audios
 
-    def _encode_sounds(
+    def _encode_audios(
         self,
         input_features: torch.Tensor,
         feature_attention_mask: torch.Tensor,
@@ -107,18 +107,18 @@ class Qwen2AudioAdapter(ModelAdapter):
         `lengths` are the frames of each sound, and `size` is the number of frames with padding.
         None means that no mask is needed.
         """
-        is_sound = torch.arange(size, device=self.device) < lengths[:, None]
+        is_audio = torch.arange(size, device=self.device) < lengths[:, None]
         return create_bidirectional_mask(
             config=self._base.audio_tower.config,
             inputs_embeds=torch.zeros(len(lengths), size, 1, dtype=self.dtype, device=self.device),
-            attention_mask=is_sound.long(),
+            attention_mask=is_audio.long(),
         )
 
 
 # ---- Qwen2.5-Omni
 
 
-class Qwen25OmniAdapter(ModelAdapter):
+class HfQwen25Omni(HfModel):
     """The adapter of Qwen2.5-Omni's thinker, the part of the model that writes text.
 
     Its function for M-RoPE positions takes other arguments than those of other models.
@@ -146,7 +146,7 @@ class Qwen25OmniAdapter(ModelAdapter):
 # ---- Qwen3-VL
 
 
-class Qwen3VLAdapter(ModelAdapter):
+class HfQwen3VL(HfModel):
     """The adapter of Qwen3-VL: media embeddings go to the decoder's first layers too (DeepStack).
 
     The embeddings for these layers are appended as more columns to those that a media item has for
@@ -178,30 +178,30 @@ class Qwen3VLAdapter(ModelAdapter):
 
 # ---- the adapter of each family
 
-OWN_ADAPTERS: dict[str, type[ModelAdapter]] = {
-    "whisper": EncoderDecoderAdapter,
-    "moonshine": EncoderDecoderAdapter,
-    "parakeet_ctc": RecogniserAdapter,
-    "parakeet_rnnt": RecogniserAdapter,
-    "parakeet_tdt": RecogniserAdapter,
-    "wav2vec2": RecogniserAdapter,
-    "wav2vec2-bert": RecogniserAdapter,
-    "wav2vec2-conformer": RecogniserAdapter,
-    "hubert": RecogniserAdapter,
-    "wavlm": RecogniserAdapter,
-    "data2vec-audio": RecogniserAdapter,
-    "unispeech": RecogniserAdapter,
-    "unispeech-sat": RecogniserAdapter,
-    "sew": RecogniserAdapter,
-    "voxtral_realtime": StreamingAdapter,
-    "gemma3": Gemma3Adapter,
-    "gemma4": Gemma4Adapter,
-    "qwen2_5_omni_thinker": Qwen25OmniAdapter,
-    "qwen2_audio": Qwen2AudioAdapter,
-    "qwen3_vl": Qwen3VLAdapter,
-    "qwen3_vl_moe": Qwen3VLAdapter,
+OWN_MODELS: dict[str, type[HfModel]] = {
+    "whisper": EncoderDecoderModel,
+    "moonshine": EncoderDecoderModel,
+    "parakeet_ctc": CtcTransducerModel,
+    "parakeet_rnnt": CtcTransducerModel,
+    "parakeet_tdt": CtcTransducerModel,
+    "wav2vec2": CtcTransducerModel,
+    "wav2vec2-bert": CtcTransducerModel,
+    "wav2vec2-conformer": CtcTransducerModel,
+    "hubert": CtcTransducerModel,
+    "wavlm": CtcTransducerModel,
+    "data2vec-audio": CtcTransducerModel,
+    "unispeech": CtcTransducerModel,
+    "unispeech-sat": CtcTransducerModel,
+    "sew": CtcTransducerModel,
+    "voxtral_realtime": StreamingModel,
+    "gemma3": HfGemma3,
+    "gemma4": HfGemma4,
+    "qwen2_5_omni_thinker": HfQwen25Omni,
+    "qwen2_audio": HfQwen2Audio,
+    "qwen3_vl": HfQwen3VL,
+    "qwen3_vl_moe": HfQwen3VL,
 }
 # model_type -> adapter, for every known family.
-ADAPTERS: dict[str, type[ModelAdapter]] = {
-    family.model_type: OWN_ADAPTERS.get(family.model_type, ModelAdapter) for family in FAMILIES
+KNOWN_MODELS: dict[str, type[HfModel]] = {
+    family.model_type: OWN_MODELS.get(family.model_type, HfModel) for family in FAMILIES
 }

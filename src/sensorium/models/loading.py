@@ -23,11 +23,11 @@ from transformers.utils.logging import set_tqdm_hook
 
 from sensorium.checkpoints.files import read_json
 from sensorium.checkpoints.first_look import check_config
-from sensorium.models.adapter import ModelAdapter
 from sensorium.models.checkpoint import BAR_DELAY_S
-from sensorium.models.encoder_decoder import EncoderDecoderAdapter
-from sensorium.models.families import ADAPTERS
-from sensorium.models.recogniser import RecogniserAdapter, is_recogniser
+from sensorium.models.ctc_transducer import CtcTransducerModel, is_ctc_transducer
+from sensorium.models.encoder_decoder import EncoderDecoderModel
+from sensorium.models.families import KNOWN_MODELS
+from sensorium.models.hf_model import HfModel
 from sensorium.models.towers import make_towers_class
 from sensorium.types.errors import ModelError
 from sensorium.types.multimodal import MODALITIES
@@ -152,7 +152,7 @@ def load_model(
     trust_remote_code: bool = False,
     use_tqdm: bool = False,
     towers_only: bool = False,
-) -> ModelAdapter:
+) -> HfModel:
     """Load a model's weights onto a device, and return the model in the adapter of its family.
 
     With `towers_only` the model has its encoders but no decoder. Raises a `ModelError` if the model
@@ -179,9 +179,9 @@ def load_model(
     _check_weights(directory, report)
     loaded.to(device).eval()
     _check_numbers(directory, loaded)
-    if is_recogniser(config):
-        return RecogniserAdapter(loaded)
-    return ADAPTERS.get(config.model_type, ModelAdapter)(loaded)
+    if is_ctc_transducer(config):
+        return CtcTransducerModel(loaded)
+    return KNOWN_MODELS.get(config.model_type, HfModel)(loaded)
 
 
 @contextmanager
@@ -286,10 +286,10 @@ def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
 
     The reason is a phrase that follows the model's name.
     """
-    if is_recogniser(config):
+    if is_ctc_transducer(config):
         return None
     text_config = config.get_text_config(decoder=True)
-    is_known = ADAPTERS.get(config.model_type) is EncoderDecoderAdapter
+    is_known = KNOWN_MODELS.get(config.model_type) is EncoderDecoderModel
     if config.is_encoder_decoder and not is_known:
         return "is an encoder-decoder model of an unknown family"
     if not hasattr(model_class, "generate"):

@@ -2,7 +2,7 @@
 
 Each position of the decoder has a token and 80 ms of the sound: the embedding of the sound is added
 to that of the token. The encoder only looks back, so it can go on from where it stood. What it has
-to remember of a sound is in a `SoundMemory`, whose size does not depend on the sound's length.
+to remember of a sound is in a `AudioMemory`, whose size does not depend on the sound's length.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.probes import KVProbe
 from sensorium.types.errors import InvariantError
 
 
-class SoundMemory:
+class AudioMemory:
     """What the encoder remembers of one sound: keys and values, and the last columns of its input.
 
     The layers of the encoder have a window, so the keys and values before it are dropped.
@@ -41,7 +41,7 @@ class SoundMemory:
         return self.keys[0].shape[2] if self.keys else 0
 
 
-class StreamingAdapter(ModelAdapter):
+class StreamingModel(HfModel):
     """An adapter for models that add a part of a sound to every token."""
 
     is_streaming = True
@@ -87,8 +87,8 @@ class StreamingAdapter(ModelAdapter):
 
     # ---- the encoder
 
-    def hear(
-        self, memories: Sequence[SoundMemory], features: Sequence[torch.Tensor]
+    def encode_parts(
+        self, memories: Sequence[AudioMemory], features: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Encode the next features [bins, frames] of sounds, and return embeddings [N, hidden].
 
@@ -113,7 +113,7 @@ class StreamingAdapter(ModelAdapter):
         self._divide(memories, cache, padding, num_new)
         return list(embeds)
 
-    def _join(self, memories: Sequence[SoundMemory]) -> tuple[DynamicCache, Any]:
+    def _join(self, memories: Sequence[AudioMemory]) -> tuple[DynamicCache, Any]:
         """Return Transformers' caches for the keys and values and the columns of several sounds."""
         cache = DynamicCache(config=self.config.audio_config)
         for index in range(len(memories[0].keys)):
@@ -128,7 +128,7 @@ class StreamingAdapter(ModelAdapter):
         return cache, padding
 
     def _divide(
-        self, memories: Sequence[SoundMemory], cache: DynamicCache, padding: Any, num_new: int
+        self, memories: Sequence[AudioMemory], cache: DynamicCache, padding: Any, num_new: int
     ) -> None:
         """Give each sound its row of the caches. A copy, so that it does not keep the others."""
         for row, memory in enumerate(memories):

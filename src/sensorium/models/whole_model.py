@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 
 _MAX_ROWS = 64  # the number of positions that have logits in memory at the same time
 # A model's own attention -> another one, to measure how much rounding alone changes.
@@ -28,8 +28,8 @@ WantedIds = Sequence[Sequence[int]]
 class WholeModel:
     """A model that runs as Transformers wrote it, without this engine, for comparisons."""
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
+    def __init__(self, hf_model: HfModel) -> None:
+        self._hf_model = hf_model
 
     def score(
         self, inputs: Inputs, output_ids: Sequence[int], wanted_ids: WantedIds
@@ -41,7 +41,7 @@ class WholeModel:
         the second prompt token to that of the last output token. The result has one number for
         each, in the same order.
         """
-        with self._adapter.own_attention():
+        with self._hf_model.own_attention():
             return self._score(inputs, output_ids, wanted_ids)
 
     def score_otherwise(
@@ -53,11 +53,11 @@ class WholeModel:
         Transformers' eager attention instead of PyTorch's. A model that has only the eager one gets
         embeddings that are off by about one rounding error instead.
         """
-        other = _OTHER_ATTENTIONS.get(self._adapter.own_attention_name)
+        other = _OTHER_ATTENTIONS.get(self._hf_model.own_attention_name)
         with ExitStack() as stack:
-            stack.enter_context(self._adapter.own_attention(other))
+            stack.enter_context(self._hf_model.own_attention(other))
             if other is None:
-                stack.enter_context(_disturb(self._adapter.embedding))
+                stack.enter_context(_disturb(self._hf_model.embedding))
             return self._score(inputs, output_ids, wanted_ids)
 
     @torch.inference_mode()
@@ -74,7 +74,7 @@ class WholeModel:
         for first in range(0, num_prompt_tokens - 1, _MAX_ROWS):
             # The adapter's logits equal the model's own, as was checked when it was loaded.
             last = min(first + _MAX_ROWS, num_prompt_tokens - 1)
-            found += _pick(self._adapter.logits(hidden[first:last]), wanted_ids[first:last])
+            found += _pick(self._hf_model.logits(hidden[first:last]), wanted_ids[first:last])
         return found + _pick(logits.float(), wanted_ids[num_prompt_tokens - 1 :])
 
     def _generate(
@@ -85,10 +85,10 @@ class WholeModel:
         The model's own `generate` runs on the prompt in `inputs`, and is forced to choose the n
         tokens `output_ids`.
         """
-        adapter, states = self._adapter, []
-        adapter.forget_positions()
-        model = adapter.model
-        hook = adapter.decoder.register_forward_hook(
+        hf_model, states = self._hf_model, []
+        hf_model.forget_positions()
+        model = hf_model.model
+        hook = hf_model.decoder.register_forward_hook(
             lambda _module, _inputs, output: states.append(output.last_hidden_state[0])
         )
         eos_token_id = model.generation_config.eos_token_id
@@ -96,7 +96,7 @@ class WholeModel:
         model.generation_config.eos_token_id = None
         try:
             output = model.generate(
-                **{name: adapter.to_model(tensor) for name, tensor in inputs.items()},
+                **{name: hf_model.to_model(tensor) for name, tensor in inputs.items()},
                 max_new_tokens=len(output_ids),
                 do_sample=False,
                 output_logits=True,

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 
 from sensorium.types.errors import FieldPath, RequestError
-from sensorium.types.options import ALL_COMMANDS, PERCEIVERS, check_options, option
+from sensorium.types.options import ALL_COMMANDS, MEDIA_COMMANDS, check_options, option
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class MediaItem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerceptionOptions:
+class ProcessingOptions:
     """The options of a request for decoding, processing and caching all its media items."""
 
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)  # for the model's processor
@@ -113,7 +113,7 @@ class MediaLimits:
         flag="--max-media-mb",
         unit=_MEBIBYTE,
         metavar="MIB",
-        commands=PERCEIVERS,
+        commands=MEDIA_COMMANDS,
         help="The size of an encoded item, wherever it comes from. The command line takes MiB.",
     )
     max_pixels: int = _count(
@@ -130,7 +130,7 @@ class MediaLimits:
         flag="--max-decoded-megapixels",
         unit=_MEGAPIXEL,
         metavar="N",
-        commands=PERCEIVERS,
+        commands=MEDIA_COMMANDS,
         help="The pixels of all frames that have to be decoded to get at those that are kept. A "
         "video with more is refused. The command line takes megapixels.",
     )
@@ -152,13 +152,13 @@ class MediaLimits:
     process_deadline_s: float = _deadline(
         120.0,
         flag="--media-process-deadline",
-        commands=PERCEIVERS,
+        commands=MEDIA_COMMANDS,
         help="The time for decoding and processing an item, from the start of that work.",
     )
     process_wait_s: float = _deadline(
         120.0,
         flag="--media-process-wait",
-        commands=PERCEIVERS,
+        commands=MEDIA_COMMANDS,
         help="The time for which an item may wait until a process is free for it.",
     )
     max_process_bytes: int = _count(

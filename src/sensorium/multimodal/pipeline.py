@@ -25,7 +25,7 @@ from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.shm import ShmSender
 from sensorium.multimodal.decoding.decoding import DecodeOptions, resolve_options
 from sensorium.multimodal.fetching.loader import MediaLoader
-from sensorium.multimodal.media import MediaBytes, MediaItem, MediaLimits, PerceptionOptions
+from sensorium.multimodal.media import MediaBytes, MediaItem, MediaLimits, ProcessingOptions
 from sensorium.multimodal.names import BoundSource, MediaHasher, UuidBindings, UuidScope
 from sensorium.multimodal.processing.checks import check_unread
 from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBackend
@@ -50,7 +50,7 @@ _Result = FinishedItem | None  # None: the item is in the cache already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PerceivedItem:
+class CachedItem:
     """A media item that is ready for the engine core, and what is needed to process it again.
 
     `handle` is a reference that keeps the processed item in the cache until it is released. The
@@ -60,7 +60,7 @@ class PerceivedItem:
     handle: ItemHandle
     path: FieldPath  # the place of the item in its prompt, for errors
     origin: MediaItem | None = None  # the item as the caller gave it
-    options: PerceptionOptions = field(default_factory=PerceptionOptions)
+    options: ProcessingOptions = field(default_factory=ProcessingOptions)
     brought: ProcessedItem | None = None  # tensors that the caller sent
     given_hash: str | None = None  # the hash that the caller sent
     times: ItemTimes = field(default_factory=dict)  # stage -> seconds, for this request
@@ -114,14 +114,14 @@ class MediaPipeline:
             limits=self.limits,
         )
 
-    def perceive_pausing(
+    def process_pausing(
         self,
         items: Sequence[MediaItem],
-        options: PerceptionOptions,
+        options: ProcessingOptions,
         *,
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
-    ) -> Pausing[list[PerceivedItem]]:
+    ) -> Pausing[list[CachedItem]]:
         """Process the media items that the cache does not have, and return all items in order.
 
         This generator pauses while sources are fetched (see `utils.pausing`). The caller must
@@ -148,7 +148,7 @@ class MediaPipeline:
     def outline_pausing(
         self,
         items: Sequence[MediaItem],
-        options: PerceptionOptions,
+        options: ProcessingOptions,
         *,
         cancelled: Future[None] | None = None,
     ) -> Pausing[list[OutlinedItem]]:
@@ -172,7 +172,7 @@ class MediaPipeline:
 
         Nothing is decoded and no cache is read. This generator pauses while the source is fetched.
         """
-        call = _ItemCall(self, item, PerceptionOptions(), cancelled, needs_tensors=True)
+        call = _ItemCall(self, item, ProcessingOptions(), cancelled, needs_tensors=True)
         if call.needs_source:
             yield from self._load([call], cancelled)
         with at(*item.path):
@@ -180,20 +180,20 @@ class MediaPipeline:
                 check_unread(item.modality, call.source, self.limits)
             return replace(item, media=call.source), self.hasher.digest_source(call.source)
 
-    def release(self, items: Iterable[PerceivedItem]) -> None:
+    def release(self, items: Iterable[CachedItem]) -> None:
         """Release the handles of the items, so that the cache may evict what no other request uses.
 
         Each item must be released exactly once.
         """
         self.cache.release([item.handle for item in items if not item.is_layout_only])
 
-    def perceive_again(self, item: PerceivedItem) -> PerceivedItem:
-        """Run `perceive_again_pausing` to its end, and block while the source is fetched."""
-        return run_through(self.perceive_again_pausing(item))
+    def process_again(self, item: CachedItem) -> CachedItem:
+        """Run `process_again_pausing` to its end, and block while the source is fetched."""
+        return run_through(self.process_again_pausing(item))
 
-    def perceive_again_pausing(
-        self, item: PerceivedItem, *, cancelled: Future[None] | None = None
-    ) -> Pausing[PerceivedItem]:
+    def process_again_pausing(
+        self, item: CachedItem, *, cancelled: Future[None] | None = None
+    ) -> Pausing[CachedItem]:
         """Return the media item with a new handle, after the engine core has lost its tensors.
 
         The item is processed again if the cache does not have it either. Raise `MissingMediaError`
@@ -205,7 +205,7 @@ class MediaPipeline:
             if handle is not None:
                 return replace(item, handle=handle)
         if item.origin is not None:
-            (again,) = yield from self.perceive_pausing(
+            (again,) = yield from self.process_pausing(
                 [item.origin], item.options, cancelled=cancelled
             )
             if again.handle.mm_hash == mm_hash:
@@ -270,7 +270,7 @@ class _ItemCall:
         self,
         pipeline: MediaPipeline,
         item: MediaItem,
-        options: PerceptionOptions,
+        options: ProcessingOptions,
         cancelled: Future[None] | None,
         *,
         needs_tensors: bool,
@@ -478,14 +478,14 @@ class _ItemCall:
         if self._handle is not None and not self._is_layout_only:
             self._pipeline.cache.release([self._handle])
 
-    def get_result(self) -> PerceivedItem:
+    def get_result(self) -> CachedItem:
         if self._handle is None:
             raise InvariantError(f"media item {format_path(self.item.path)} is not processed yet")
         tiers = self._pipeline.tiers
         if tiers is not None and self._handle.is_hit:
             tiers.note_use(self._handle.mm_hash)
         origin = self.item if self.source is None else replace(self.item, media=self.source)
-        return PerceivedItem(
+        return CachedItem(
             handle=self._handle,
             path=self.item.path,
             origin=origin,

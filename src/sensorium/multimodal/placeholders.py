@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
+from sensorium.multimodal.processing.audio import AudioProcessor
 from sensorium.multimodal.processing.processor import (
     MultiModalProcessor,
     tokenize,
     tokenize_fragment,
 )
-from sensorium.multimodal.processing.sounds import SoundProcessor
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, PlaceholderRange
 
@@ -142,7 +142,7 @@ def expand_text(
     if processor.beside is not None:
         check_length(text)
         token_ids = tokenize_fragment(processor.tokenizer, text)
-        return _place_beside(processor.beside, token_ids, items)
+        return _place_outside(processor.beside, token_ids, items)
     expanded, spans = _replace_markers(processor, text, items)
     check_length(expanded)
     token_ids, find_token = tokenize(
@@ -171,7 +171,7 @@ def expand_token_ids(
     has more than `max_tokens` tokens after a replacement. None means no limit.
     """
     if processor.beside is not None:
-        return _place_beside(processor.beside, token_ids, items)
+        return _place_outside(processor.beside, token_ids, items)
     modality_of = {
         processor.tokenizer.convert_tokens_to_ids(marker): modality
         for modality, marker in processor.markers.items()
@@ -225,8 +225,8 @@ def place_items(
     return features
 
 
-def _place_beside(
-    sounds: SoundProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
+def _place_outside(
+    audios: AudioProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
 ) -> ExpandedPrompt:
     """Return the prompt of a model that attends to a sound beside its prompt, and the sound.
 
@@ -238,10 +238,10 @@ def _place_beside(
             f"this model needs exactly one sound beside its prompt, but {len(items)} came with it"
         )
     num_positions = _get_layout(items[0]).num_embeds
-    if num_positions > sounds.max_positions:
+    if num_positions > audios.max_positions:
         raise RequestError(
             f"the sound has {num_positions} positions, and a prompt of this model takes at most "
-            f"{sounds.max_positions}: send it in pieces, or let it be transcribed, which takes "
+            f"{audios.max_positions}: send it in pieces, or let it be transcribed, which takes "
             "sounds of any length"
         )
     feature = MultiModalFeatureSpec(
@@ -250,7 +250,7 @@ def _place_beside(
         mm_position=PlaceholderRange(0, num_positions),
         has_content_hash=True,
     )
-    return list(token_ids) or list(sounds.start_token_ids), [feature]
+    return list(token_ids) or list(audios.start_token_ids), [feature]
 
 
 def _replace_markers(

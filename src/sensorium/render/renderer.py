@@ -15,7 +15,7 @@ from typing import Any
 
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.sound_streams import StreamedSoundProcessor
+from sensorium.multimodal.processing.streaming_audio import StreamingAudioProcessor
 from sensorium.render.chat_template import ChatTemplate, MistralTemplate, find_template
 from sensorium.render.messages import ChatOptions, Message, get_media, parse_messages
 from sensorium.render.prompts import EnginePrompt
@@ -36,7 +36,7 @@ class ChatRenderer:
         self._markers = processor.markers
         # Of models that take one sound and no text.
         beside = processor.beside
-        self._sounds = beside if isinstance(beside, StreamedSoundProcessor) else None
+        self._audios = beside if isinstance(beside, StreamingAudioProcessor) else None
         self._pattern = re.compile("|".join(map(re.escape, self._markers.values())) or "(?!)")
         self._special_tokens: Mapping[str, str] = dict(self._tokenizer.special_tokens_map)
         is_mistral = type(self._tokenizer).__name__ == "MistralCommonBackend"
@@ -60,8 +60,8 @@ class ChatRenderer:
         options = options or ChatOptions()
         parsed = parse_messages(messages)
         media = get_media(parsed)
-        if self._sounds is not None:
-            return _render_sound(parsed, media, self._sounds)
+        if self._audios is not None:
+            return _render_audio(parsed, media, self._audios)
         self._check_modalities(media)
         items = tuple(item for group in media.values() for item in group)
         if self._mistral is not None:
@@ -134,10 +134,10 @@ class ChatRenderer:
                 )
 
 
-def _render_sound(
+def _render_audio(
     messages: Sequence[Message],
     media: Mapping[str, Sequence[MediaItem]],
-    sounds: StreamedSoundProcessor,
+    audios: StreamingAudioProcessor,
 ) -> EnginePrompt:
     """Return the prompt of a conversation with a model that takes one sound and no text."""
     items = [item for group in media.values() for item in group]
@@ -149,7 +149,7 @@ def _render_sound(
     for path, text in _find_texts(messages):
         if text.strip():
             raise RequestError("this model writes down a sound and takes no text: remove it", path)
-    return EnginePrompt(token_ids=sounds.start_token_ids, media=tuple(items))
+    return EnginePrompt(token_ids=audios.start_token_ids, media=tuple(items))
 
 
 def _find_texts(messages: Sequence[Message]) -> Iterator[tuple[FieldPath, str]]:

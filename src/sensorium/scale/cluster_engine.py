@@ -16,9 +16,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.audio_request import AudioRequest
 from sensorium.engine.inputs.input_processor import Outline
 from sensorium.engine.inputs.renderer import AnyPrompt
-from sensorium.engine.sound_request import SoundRequest
 from sensorium.engine.speech.live import TurnSession, TurnSource
 from sensorium.engine.speech.models import SpeechModel
 from sensorium.engine.speech.transcriber import AsyncTranscriber
@@ -126,15 +126,15 @@ class ClusterEngine(AsyncEngine):
                 # What comes again was counted before. The final output has all of it.
                 yield replace(delta, deltas=()) if is_repeated else delta
 
-    async def open_sound(
+    async def open_audio(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
-    ) -> SoundRequest:
+    ) -> AudioRequest:
         self._check_open()
         # An id that no other frontend uses, because engines tell sounds apart by it.
-        sound_id = f"{request_id}.{uuid.uuid4().hex}"
-        _, stream = self.renderer.begin_stream(params, request_id=sound_id, delay_ms=delay_ms)
-        call = messages.OpenSound(params=params, request_id=sound_id, delay_ms=delay_ms)
-        answers = self._engines.run(call, key=f"sound/{sound_id}")
+        audio_id = f"{request_id}.{uuid.uuid4().hex}"
+        _, stream = self.renderer.begin_stream(params, request_id=audio_id, delay_ms=delay_ms)
+        call = messages.OpenAudio(params=params, request_id=audio_id, delay_ms=delay_ms)
+        answers = self._engines.run(call, key=f"sound/{audio_id}")
         replica = ""
         try:
             async for answer in answers:
@@ -145,8 +145,8 @@ class ClusterEngine(AsyncEngine):
         except BaseException:
             await answers.aclose()
             raise
-        link = _SoundLink(self._engines, answers, sound_id, replica)
-        return SoundRequest(stream, send=link.send, deltas=link.get_deltas(), abort=link.abort)
+        link = _AudioLink(self._engines, answers, audio_id, replica)
+        return AudioRequest(stream, send=link.send, deltas=link.get_deltas(), abort=link.abort)
 
     async def start_transcript(
         self,
@@ -193,26 +193,26 @@ class ClusterEngine(AsyncEngine):
             self._get_client()  # raises the error of an engine that is closed
 
 
-class _SoundLink:
+class _AudioLink:
     """The connection of a sound that goes on with the engine that has its request."""
 
     def __init__(
         self,
         engines: Engines,
         answers: AsyncGenerator[messages.Answer, None],
-        sound_id: str,
+        audio_id: str,
         replica: str,
     ) -> None:
         self._engines = engines
         self._answers = answers
-        self._sound_id = sound_id
+        self._audio_id = audio_id
         self._replica = replica
-        self._parts: asyncio.Queue[messages.AppendSound] = asyncio.Queue()
+        self._parts: asyncio.Queue[messages.AppendAudio] = asyncio.Queue()
         self._sender = asyncio.create_task(self._send_parts())
         self._closing: asyncio.Task[None] | None = None
 
     def send(self, features: torch.Tensor | None, is_last: bool) -> None:
-        self._parts.put_nowait(messages.write_sound(self._sound_id, features, is_last=is_last))
+        self._parts.put_nowait(messages.write_audio(self._audio_id, features, is_last=is_last))
 
     async def get_deltas(self) -> AsyncIterator[RequestDelta]:
         """Yield the text as it comes. Raise an error if the engine is gone or takes no more sound.
@@ -256,7 +256,7 @@ class _SoundLink:
         """Send parts of the sound, one after the other, because their order matters."""
         while True:
             part = await self._parts.get()
-            await self._engines.append_sound(part, replica=self._replica)
+            await self._engines.append_audio(part, replica=self._replica)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from sensorium.engine.build.encoder import Encoder, build_encoder
-from sensorium.engine.build.options import EncodeOptions
+from sensorium.engine.assembly.encoder import Encoder, build_encoder
+from sensorium.engine.assembly.options import EncodeOptions
 from sensorium.engine.encoding.client import WrongAnswerError, read_item
 from sensorium.engine.encoding.listener import answer_job
 from sensorium.engine.encoding.wire import (
@@ -77,7 +77,7 @@ class EncoderReplica:
         # The threads of the event loop are as many as there are cores, and a few more. Items that
         # have been accepted would wait for them, and not be encoded together.
         self._threads = ThreadPoolExecutor(MAX_ITEMS, thread_name_prefix="encode")
-        pool = self._encoder.frontend.perception.pool
+        pool = self._encoder.frontend.media_parts.pool
         if pool is not None:
             pool.start()
 

@@ -180,11 +180,11 @@ class Engines(Replicas):
                 raise error
         raise CapacityError("the media of this request was lost several times: try again later")
 
-    async def append_sound(self, message: messages.AppendSound, *, replica: str) -> None:
+    async def append_audio(self, message: messages.AppendAudio, *, replica: str) -> None:
         """Send more of a sound to the engine that has its request. Raise an error if it is gone."""
         try:
             sent = Context().run(
-                self._handle.append_sound.remote,
+                self._handle.append_audio.remote,
                 messages.encode(message),
                 pinned=replica,
                 routing_key=replica,
@@ -253,7 +253,7 @@ class Engines(Replicas):
             for digest, file in wanted.items():
                 if digest not in small:
                     refs[digest] = await asyncio.to_thread(_put, file.data)
-            if small and not isinstance(call, messages.OpenSound):
+            if small and not isinstance(call, messages.OpenAudio):
                 call = msgspec.structs.replace(call, files=small)
             encoded = await messages.run_long(
                 messages.has_tensors(call), messages.encode_call, call

@@ -71,11 +71,11 @@ class Frontend:
         app = await asyncio.to_thread(build, own)
         if not isinstance(app.engine, ClusterEngine):
             raise InvariantError("the frontend of a cluster has another engine")
-        self._engine, self._perception, self._parts = app.engine, app.perception, app
+        self._engine, self._media_parts, self._parts = app.engine, app.media_parts, app
         if options.warmup:
             await finish_warm_up(app, has_core=False)
-        elif self._perception.pool is not None:
-            self._perception.pool.start()
+        elif self._media_parts.pool is not None:
+            self._media_parts.pool.start()
         self._peers = Replicas(serve.get_deployment_handle(NAME, context.app_name))
         called = Engines(engines, count_retry=self._metrics.count_retry)
         self._tally = called.tally
@@ -119,7 +119,7 @@ class Frontend:
 
     def _sync(self) -> None:
         num_preparing = self._engine.get_statistics().num_preparing
-        self._metrics.sync(perception=self._perception, num_preparing=num_preparing)
+        self._metrics.sync(media_parts=self._media_parts, num_preparing=num_preparing)
         self._metrics.follow_placements(
             placed=self._tally.num_placed, spilled=self._tally.num_spilled
         )

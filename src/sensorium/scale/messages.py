@@ -110,10 +110,10 @@ class Transcribe(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     files: dict[str, bytes] = {}
 
 
-class OpenSound(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class OpenAudio(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A call of an engine: take a sound while it goes on. The answer is a stream of `Delta`.
 
-    The sound follows in calls of `AppendSound` to the same engine.
+    The sound follows in calls of `AppendAudio` to the same engine.
     """
 
     params: SamplingParams
@@ -121,7 +121,7 @@ class OpenSound(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     delay_ms: int | None = None
 
 
-class AppendSound(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class AppendAudio(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A call of the engine that has the sound of this request: more of its features."""
 
     request_id: str
@@ -130,7 +130,7 @@ class AppendSound(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     is_last: bool = False
 
 
-Call = Generate | Transcribe | OpenSound
+Call = Generate | Transcribe | OpenAudio
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -140,7 +140,7 @@ class Accepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """An answer to `OpenSound`: the engine takes the sound from now on."""
+    """An answer to `OpenAudio`: the engine takes the sound from now on."""
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
@@ -206,7 +206,7 @@ _call_decoder: msgspec.msgpack.Decoder[Call] = msgspec.msgpack.Decoder(Call)
 _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(
     Answer, dec_hook=_decode_other
 )
-_append_decoder = msgspec.msgpack.Decoder(AppendSound)
+_append_decoder = msgspec.msgpack.Decoder(AppendAudio)
 _description_decoder = msgspec.msgpack.Decoder(Description)
 _uuids_decoder = msgspec.msgpack.Decoder(tuple[UuidKey, ...])
 decode_call = _call_decoder.decode
@@ -367,17 +367,17 @@ def _read_place(place: Place) -> PlaceholderRange:
 # ---- sounds that go on
 
 
-def write_sound(request_id: str, features: torch.Tensor | None, *, is_last: bool) -> AppendSound:
+def write_audio(request_id: str, features: torch.Tensor | None, *, is_last: bool) -> AppendAudio:
     """Return more of a sound as it is sent: features [bins, frames], or none."""
     if features is None:
-        return AppendSound(request_id=request_id, is_last=is_last)
+        return AppendAudio(request_id=request_id, is_last=is_last)
     rows = features.contiguous().numpy()
-    return AppendSound(
+    return AppendAudio(
         request_id=request_id, num_bins=len(rows), features=rows.tobytes(), is_last=is_last
     )
 
 
-def read_sound(message: AppendSound) -> torch.Tensor | None:
+def read_audio(message: AppendAudio) -> torch.Tensor | None:
     """Return the features [bins, frames] of a sound that were sent, or None without any."""
     if not message.num_bins:
         return None

@@ -19,9 +19,9 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from sensorium.engine.assembly.frontend import MakeEncoder
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.frontend import MakeEncoder
-from sensorium.engine.sound_request import SoundRequest
+from sensorium.engine.audio_request import AudioRequest
 from sensorium.engine.speech.transcriber import AsyncTranscriber
 from sensorium.multimodal.media import DeferredBytes
 from sensorium.multimodal.names import UuidScope
@@ -74,8 +74,8 @@ class EngineReplica:
         )
         self._host = CoreHost(options, on_end=self._on_core_end)
         self._tasks: list[asyncio.Task[None]] = []
-        self._open_sounds: dict[str, SoundRequest] = {}
-        self._max_sounds = options.max_concurrent_requests
+        self._open_audios: dict[str, AudioRequest] = {}
+        self._max_audios = options.max_concurrent_requests
         try:
             await self._host.start()
             build = partial(
@@ -95,7 +95,7 @@ class EngineReplica:
         except BaseException:
             await self._host.close()
             raise
-        pool, speech = self._app.perception.pool, self._app.speech
+        pool, speech = self._app.media_parts.pool, self._app.speech
         if pool is not None:
             pool.start()
         self._transcriber = None if speech is None else AsyncTranscriber(self._engine, speech)
@@ -134,7 +134,7 @@ class EngineReplica:
         finally:
             self._sync()
 
-    async def append_sound(self, message: bytes, *, pinned: str, **_: object) -> bytes:
+    async def append_audio(self, message: bytes, *, pinned: str, **_: object) -> bytes:
         """Take more of a sound, and return nothing, or a `Failure` if it is a sound of another.
 
         Ray sends a call for an engine that is gone or is being removed to one that is left. The
@@ -144,9 +144,9 @@ class EngineReplica:
             lost = EngineLostError("the engine that had the sound is gone: begin a new one")
             return messages.encode(messages.Failure(make_record(lost)))
         decoded = messages.decode_append(message)
-        request = self._open_sounds.get(decoded.request_id)
+        request = self._open_audios.get(decoded.request_id)
         if request is not None:
-            request.send(messages.read_sound(decoded), is_last=decoded.is_last)
+            request.send(messages.read_audio(decoded), is_last=decoded.is_last)
         return b""
 
     async def reset_cache(self, level: str) -> None:
@@ -162,8 +162,8 @@ class EngineReplica:
 
     async def find(self, uuids: bytes, **_: object) -> str | None:
         """Return the name of this engine if it knows all of these uuids, else None."""
-        bindings = self._app.perception.pipeline.uuids
-        hasher = self._app.perception.pipeline.hasher
+        bindings = self._app.media_parts.pipeline.uuids
+        hasher = self._app.media_parts.pipeline.hasher
         for key in messages.decode_uuids(uuids):
             scope = UuidScope(client=key.client, cache_salt=key.cache_salt)
             own = bindings.get(key.uuid, modality=key.modality, scope=scope)
@@ -182,7 +182,7 @@ class EngineReplica:
             task.cancel()
         if hasattr(self, "_engine"):
             await self._engine.close()
-            self._app.perception.close()
+            self._app.media_parts.close()
         if hasattr(self, "_host"):
             await self._host.close()
 
@@ -195,7 +195,7 @@ class EngineReplica:
             return self._generate(call, _Files(call.files, refs, lacking))
         if isinstance(call, messages.Transcribe):
             return self._transcribe(call, _Files(call.files, refs, lacking))
-        return self._take_sound(call)
+        return self._take_audio(call)
 
     async def _generate(
         self, call: messages.Generate, files: _Files
@@ -230,19 +230,19 @@ class EngineReplica:
                 else:
                     yield messages.Part(transcript=part)
 
-    async def _take_sound(self, call: messages.OpenSound) -> AsyncGenerator[messages.Answer, None]:
-        if len(self._open_sounds) >= self._max_sounds:
+    async def _take_audio(self, call: messages.OpenAudio) -> AsyncGenerator[messages.Answer, None]:
+        if len(self._open_audios) >= self._max_audios:
             raise CapacityError("the engine takes as many sounds as it can: try again later")
-        request = await self._engine.open_sound(
+        request = await self._engine.open_audio(
             call.params, request_id=call.request_id, delay_ms=call.delay_ms
         )
-        self._open_sounds[call.request_id] = request
+        self._open_audios[call.request_id] = request
         try:
             yield messages.Opened()
             async for delta in request.deltas:
                 yield messages.Delta(delta)
         finally:
-            del self._open_sounds[call.request_id]
+            del self._open_audios[call.request_id]
             request.close()
 
     # ---- the engine's own state
@@ -253,7 +253,7 @@ class EngineReplica:
 
     def _sync(self) -> None:
         num_preparing = self._engine.get_statistics().num_preparing
-        self._metrics.sync(perception=self._app.perception, num_preparing=num_preparing)
+        self._metrics.sync(media_parts=self._app.media_parts, num_preparing=num_preparing)
 
     async def _sync_often(self) -> None:
         while True:

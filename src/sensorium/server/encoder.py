@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from sensorium import __version__
-from sensorium.engine.build.options import EncodeOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EncodeOptions, LoadingOptions, MediaOptions
 from sensorium.server.logs import Rows, adopt_library_logs, announce, format_rows, log_step
 from sensorium.server.options import LogFormat
 from sensorium.types.errors import SensoriumError
@@ -47,7 +47,7 @@ def run_encoder(options: EncoderProcessOptions) -> None:
     announce(f"Sensorium {__version__}: loading the encoders of {options.loading.model}", has_json)
     with without_collection(), reporting_steps(log_step):
         adopt_library_logs()
-        from sensorium.engine.build.encoder import build_encoder
+        from sensorium.engine.assembly.encoder import build_encoder
         from sensorium.engine.encoding.listener import EncoderListener
         from sensorium.models.checkpoint import blame_checkpoint
 
@@ -63,12 +63,12 @@ def run_encoder(options: EncoderProcessOptions) -> None:
             max_connections=options.encode.max_connections,
         )
         try:
-            pool = encoder.frontend.perception.pool
+            pool = encoder.frontend.media_parts.pool
             if pool is not None:
                 pool.start()
                 while not pool.is_complete and not stop.wait(_POOL_LOOK_S):
                     pass
-            rows = _describe(options, str(encoder.adapter.device), encoder.identity.dtype)
+            rows = _describe(options, str(encoder.hf_model.device), encoder.identity.dtype)
             text = "the encoder is ready" if has_json else format_rows(rows)
             announce(text, has_json, {"encoder": dict(rows)})
             url = f"unix:{options.encode.socket}"

@@ -24,7 +24,7 @@ Rows = Sequence[tuple[str, str]]  # names and values
 # supervisor does already. uvicorn's access log is used as it is.
 _QUIET = logging.WARNING
 # The parent prints the resolved options of the engine for people, so its log lines are left out.
-_PRINTED_ELSEWHERE = "sensorium.engine.build.builder"
+_PRINTED_ELSEWHERE = "sensorium.engine.assembly.builder"
 ACCESS_LOGGER = "uvicorn.access"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from sensorium.engine.build.options import EngineOptions, LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
 from sensorium.render.answers.formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from sensorium.types.errors import RequestError
 from sensorium.types.options import ONE_MACHINE, SERVE, SERVERS, option

@@ -1,7 +1,7 @@
 """Turns what recognisers find in the frames of a sound into words, segments and their times.
 
-A recogniser is a model without a decoder of tokens (see `models.recogniser`). For each piece of a
-sound it gives a table, from which everything here is read. Pieces do not depend on each other.
+A CTC or transducer model has no decoder of tokens (see `models.ctc_transducer`). For each piece of
+audio it gives a table, from which everything here is read. Pieces do not depend on each other.
 
 Rules:
   1. CTC: equal tokens in frames that follow each other are one token, and blanks are none.
@@ -49,7 +49,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeardToken:
+class TimedToken:
     """A token that was heard in the frames [start, end) of a piece."""
 
     token_id: int
@@ -59,7 +59,7 @@ class HeardToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeardWord:
+class TimedWord:
     """A word: its place [begin, end) in the text of its piece, and its tokens [first, last]."""
 
     begin: int
@@ -79,12 +79,12 @@ class FrameRules:
     decode: Decode  # the text of tokens that were heard, of which none is a blank
 
 
-def read_table(table: Table, rules: FrameRules) -> list[HeardToken]:
+def read_table(table: Table, rules: FrameRules) -> list[TimedToken]:
     """Return the tokens of a piece, in order of time."""
     if rules.head == "ctc":
         return collapse(table, rules.blank_id)
     tokens = [
-        HeardToken(
+        TimedToken(
             token_id=int(token_id),
             logprob=float(logprob),
             start=int(frame),
@@ -95,7 +95,7 @@ def read_table(table: Table, rules: FrameRules) -> list[HeardToken]:
     return _set_back_marks(tokens, rules.decode) if rules.head == "tdt" else tokens
 
 
-def collapse(table: Table, blank_id: int) -> list[HeardToken]:
+def collapse(table: Table, blank_id: int) -> list[TimedToken]:
     """Return the tokens of a CTC model, given the likeliest token of each frame and its score.
 
     The log-probability of a token is the mean over its frames.
@@ -105,12 +105,12 @@ def collapse(table: Table, blank_id: int) -> list[HeardToken]:
         end = start + len(list(run))
         if token_id != blank_id:
             logprob = float(table[start:end, 1].mean(dtype=np.float64))
-            tokens.append(HeardToken(token_id=token_id, logprob=logprob, start=start, end=end))
+            tokens.append(TimedToken(token_id=token_id, logprob=logprob, start=start, end=end))
         start = end
     return tokens
 
 
-def _set_back_marks(tokens: Sequence[HeardToken], decode: Decode) -> list[HeardToken]:
+def _set_back_marks(tokens: Sequence[TimedToken], decode: Decode) -> list[TimedToken]:
     """Move punctuation to the end of the token before it."""
     moved = list(tokens[:1])
     for token in tokens[1:]:
@@ -122,7 +122,7 @@ def _set_back_marks(tokens: Sequence[HeardToken], decode: Decode) -> list[HeardT
     return moved
 
 
-def find_words(tokens: Sequence[HeardToken], decode: Decode) -> tuple[str, list[HeardWord]]:
+def find_words(tokens: Sequence[TimedToken], decode: Decode) -> tuple[str, list[TimedWord]]:
     """Return the text of a piece and its words.
 
     A token begins a word if a space comes before it in the text of the word so far. A token may
@@ -130,7 +130,7 @@ def find_words(tokens: Sequence[HeardToken], decode: Decode) -> tuple[str, list[
     """
     token_ids = [token.token_id for token in tokens]
     text = decode(token_ids)
-    words: list[HeardWord] = []
+    words: list[TimedWord] = []
     position, first = 0, 0
     for index in range(1, len(tokens) + 1):
         is_last = index == len(tokens)
@@ -146,7 +146,7 @@ def find_words(tokens: Sequence[HeardToken], decode: Decode) -> tuple[str, list[
             while last > first and decode(token_ids[first:last]).strip() == word:
                 last -= 1
             position = min(begin + len(word), len(text))
-            words.append(HeardWord(begin=begin, end=position, first=first, last=last))
+            words.append(TimedWord(begin=begin, end=position, first=first, last=last))
         first = index
     return text, words
 
@@ -198,7 +198,7 @@ def transcribe_frames(
 
 def _make_segments(
     piece: Piece,
-    tokens: Sequence[HeardToken],
+    tokens: Sequence[TimedToken],
     rules: FrameRules,
     options: SpeechOptions,
     num_before: int,
@@ -220,7 +220,7 @@ def _make_segments(
     ]
     segments: list[Segment] = []
     for first, stop in _find_segments(times):
-        heard = tokens[words[first].first : words[stop - 1].last + 1]
+        spoken = tokens[words[first].first : words[stop - 1].last + 1]
         begin = 0 if first == 0 else words[first - 1].end
         end = len(text) if stop == len(words) else words[stop - 1].end
         is_first = num_before + len(segments) == 0
@@ -232,10 +232,10 @@ def _make_segments(
                 start=times[first].start,
                 end=times[stop - 1].end,
                 text=joint + text[begin:end],
-                token_ids=tuple(token.token_id for token in heard),
-                avg_logprob=sum(token.logprob for token in heard) / len(heard),
+                token_ids=tuple(token.token_id for token in spoken),
+                avg_logprob=sum(token.logprob for token in spoken) / len(spoken),
                 words=tuple(times[first:stop]) if options.needs_words else (),
-                scores=_make_scores(heard, rules.decode) if options.needs_logprobs else (),
+                scores=_make_scores(spoken, rules.decode) if options.needs_logprobs else (),
             )
         )
     return segments
@@ -252,7 +252,7 @@ def _find_segments(words: Sequence[Word]) -> list[tuple[int, int]]:
     return list(zip(cuts, [*cuts[1:], len(words)], strict=True)) if words else []
 
 
-def _make_scores(tokens: Sequence[HeardToken], decode: Decode) -> tuple[TokenScore, ...]:
+def _make_scores(tokens: Sequence[TimedToken], decode: Decode) -> tuple[TokenScore, ...]:
     texts = [decode([token.token_id]) for token in tokens]
     return tuple(
         TokenScore(text=text, utf8=text.encode(), logprob=token.logprob)

@@ -85,7 +85,7 @@ class Instruction:
     system_translate: str = ""
     context: str | None = None  # is added if the caller gives a prompt; `None`: it can't be given
     is_context_in_system: bool = False  # else it comes after the text beside the sound
-    is_sound_first: bool = True
+    is_audio_first: bool = True
     prefill: str = ""  # how the answer begins, if the language is given
     languages: tuple[str, ...] | None = None  # codes; `None`: any
     max_s: float = 30.0  # the longest sound that is asked about at once, in seconds
@@ -141,7 +141,7 @@ class Instruction:
         messages: list[dict[str, Any]] = []
         if system:
             messages.append({"role": "system", "content": system})
-        content = parts if self.is_sound_first else parts[::-1]
+        content = parts if self.is_audio_first else parts[::-1]
         messages.append({"role": "user", "content": content})
         if self.prefill and code is not None:
             messages.append({"role": "assistant", "content": self.prefill.format(**values)})
@@ -215,7 +215,7 @@ _INSTRUCTIONS = {  # by `model_type`
         translate="Translate the input speech into English.",
         translate_known="Translate the input {language} speech into English.",
         context=_CONTEXT,
-        is_sound_first=False,
+        is_audio_first=False,
         read=_read_framed,
     ),
     "glmasr": Instruction(

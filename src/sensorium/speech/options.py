@@ -29,7 +29,7 @@ class SpeechOptions:
     sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
-def check_sound_alone(options: SpeechOptions) -> None:
+def check_audio_alone(options: SpeechOptions) -> None:
     """Raise a `RequestError` if a model is asked for a task, a prompt or a language.
 
     This is for models that take nothing but the sound.

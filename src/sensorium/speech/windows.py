@@ -67,7 +67,7 @@ class WindowResult:
     # The attention of the prompt's tokens to the positions of the window, for each of the heads
     # that align: float32 [heads, tokens, positions].
     alignment: npt.NDArray[np.float32] | None = None
-    # The table of a recogniser, one of those that `models.recogniser` explains.
+    # The table of a recogniser, one of those that `models.ctc_transducer` explains.
     frames: npt.NDArray[np.float32] | None = None
 
 

@@ -78,12 +78,12 @@ class FinishReason(str, Enum):
 class StreamSpec:
     """How a request takes a sound that goes on while it runs.
 
-    Each position of the request needs the embedding of a part of the sound. `num_heard` positions
-    have theirs when the request begins; with `is_open`, more follow.
+    Each position of the request needs the embedding of a part of the audio. `num_received`
+    positions have theirs when the request begins; with `is_open`, more follow.
     """
 
     num_delay_tokens: int  # how far the text is behind the sound
-    num_heard: int = 0
+    num_received: int = 0
     is_open: bool = True
 
 
@@ -99,7 +99,7 @@ class EngineCoreRequest:
     bans: TokenBans = NO_BANS  # tokens that it never generates
     # KV blocks and encoder outputs are shared only by requests with the same salt and adapter.
     cache_salt: str | None = None
-    adapter: str | None = None
+    lora_id: str | None = None
     priority: int = 0  # lower runs first
     completion_index: int = 0  # among the completions of one prompt
     # Names the call that it belongs to, with other prompts or completions; None if it is alone.
@@ -117,9 +117,9 @@ class EngineCoreRequest:
 
         It keeps requests with different cache salts or adapters from sharing encoder outputs.
         """
-        if self.cache_salt is None and self.adapter is None:
+        if self.cache_salt is None and self.lora_id is None:
             return ""
-        return f"/{self.adapter!r}/{self.cache_salt!r}"
+        return f"/{self.lora_id!r}/{self.cache_salt!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import (
     ENCODED,
@@ -96,7 +96,7 @@ class EncoderStore(Protocol):
 class EncoderRunner:
     """A runner of the model's media encoders, which stores the embeddings in a cache.
 
-    `encode` does what `ModelAdapter.encode` does, which is used without it. `get_batch_key` returns
+    `encode` does what `HfModel.encode` does, which is used without it. `get_batch_key` returns
     the same for media items that are encoded together. Without it, these have the same shape. Media
     items that came with the output of an encoder are not encoded. What was encoded is also kept in
     `store`, if there is one.
@@ -104,12 +104,12 @@ class EncoderRunner:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        hf_model: HfModel,
         cache: EncoderCache,
         encode: Encode | None = None,
         get_batch_key: Callable[[MultiModalKwargsItem], Hashable] | None = None,
     ) -> None:
-        self._adapter = adapter
+        self._hf_model = hf_model
         self._cache = cache
         self._encode_with = encode
         self._get_batch_key = get_batch_key or _get_shapes
@@ -144,7 +144,7 @@ class EncoderRunner:
         embeds = job.item.get(ENCODED)
         if embeds is None or len(embeds) != job.feature.mm_position.get_num_embeds():
             return False
-        self._cache.add(job.key, self._adapter.to_model(embeds.clone()))
+        self._cache.add(job.key, self._hf_model.to_model(embeds.clone()))
         return True
 
     def _get_store(self, job: EncoderJob) -> EncoderStore | None:
@@ -218,7 +218,7 @@ class EncoderRunner:
         if items[0].keys() == {PRECOMPUTED}:
             pairs = zip(items, num_embeds, strict=True)
             return [self._take_embeds(item[PRECOMPUTED], count) for item, count in pairs]
-        encode = self._encode_with or self._adapter.encode
+        encode = self._encode_with or self._hf_model.encode
         return encode(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
@@ -232,7 +232,7 @@ class EncoderRunner:
                 f"the encoder made {len(embeds)} embeddings for an item that has {num_expected} "
                 "places in the prompt"
             )
-        return self._adapter.to_model(embeds.clone())
+        return self._hf_model.to_model(embeds.clone())
 
 
 def _explain(job: EncoderJob, reason: str) -> str:

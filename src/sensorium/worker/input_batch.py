@@ -17,9 +17,9 @@ from sensorium.layers.attention.cross import CrossRow, CrossTables
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
 from sensorium.types.scheduling import KVCacheGroup, ScheduledRequest, find_cross_group
 from sensorium.utils.arrays import IntArray, StagingBuffer
+from sensorium.worker.audio_queues import AudioQueue
 from sensorium.worker.encoder_runner import EncoderCache
 from sensorium.worker.request_states import RequestState, RequestTable
-from sensorium.worker.sound_queues import SoundQueue
 
 Row = tuple[ScheduledRequest, RequestState]
 
@@ -68,7 +68,7 @@ class InputBatch:
     table: RequestTable
     staging: StagingBuffer
     # For models that take sounds while they go on: those of all requests, by request id.
-    sounds: Mapping[str, SoundQueue] | None = None
+    audios: Mapping[str, AudioQueue] | None = None
 
     def prepare(self, rows: Sequence[Row], unread: torch.Tensor | None = None) -> StepInputs:
         """Return the inputs of a step. `unread` are the tokens that the step before has chosen."""
@@ -82,7 +82,7 @@ class InputBatch:
         arrays["logits_index"] = np.array(
             [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.is_sampled], dtype=np.int64
         )
-        if self.sounds is not None:
+        if self.audios is not None:
             at = [state.row for _, state in ordered]
             arrays["delays"] = np.repeat(self.table.delays[at], query_lens)
         if self.has_long_factors:
@@ -135,15 +135,15 @@ class InputBatch:
             if not group.is_cross
         )
 
-    def take_sounds(self, rows: Sequence[Row]) -> torch.Tensor | None:
+    def take_audios(self, rows: Sequence[Row]) -> torch.Tensor | None:
         """Return the embeddings of the sounds that a step needs, one for each token of its rows.
 
         Return `None` if the model does not take sounds while they go on.
         """
-        if self.sounds is None:
+        if self.audios is None:
             return None
         parts = [
-            self.sounds[scheduled.request_id].take(scheduled.num_computed_tokens, _end(scheduled))
+            self.audios[scheduled.request_id].take(scheduled.num_computed_tokens, _end(scheduled))
             for scheduled, _ in rows
         ]
         return torch.cat(parts)
@@ -152,14 +152,14 @@ class InputBatch:
         self, rows: Sequence[Row], starts: IntArray, cross: int | None
     ) -> tuple[IntArray, list[torch.Tensor]]:
         """Return the embeddings of media that a step needs, and the tokens that get them."""
-        sounds = self.take_sounds(rows)
-        if sounds is not None:
-            return np.arange(starts[-1], dtype=np.int64), [sounds]
+        audios = self.take_audios(rows)
+        if audios is not None:
+            return np.arange(starts[-1], dtype=np.int64), [audios]
         if cross is None:
             return self._gather_mm_embeds(rows, starts)
-        return np.empty(0, dtype=np.int64), self._gather_new_sounds(rows)
+        return np.empty(0, dtype=np.int64), self._gather_new_audios(rows)
 
-    def _gather_new_sounds(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+    def _gather_new_audios(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Return the encoder outputs of the media that this step stores, in the rows' order."""
         return [
             self.encoder_cache[state.get_encoder_key(mm_index)]

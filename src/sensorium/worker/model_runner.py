@@ -17,7 +17,7 @@ from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.backend import PagedAttention
 from sensorium.layers.attention.cross import CrossTables, attend_cross
 from sensorium.layers.attention.torch_backend import use_ready_kernels
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.types.request import EngineCoreRequest
@@ -30,6 +30,7 @@ from sensorium.types.scheduling import (
     find_cross_group,
 )
 from sensorium.utils.arrays import StagingBuffer, to_device
+from sensorium.worker.alignment import NO_FINDINGS, Aligner, Findings
 from sensorium.worker.encoder_runner import (
     Encoded,
     EncoderCache,
@@ -46,7 +47,6 @@ from sensorium.worker.input_batch import (
     get_partial_blocks,
 )
 from sensorium.worker.kv_cache import KVCache
-from sensorium.worker.listening import NO_FINDINGS, Findings, Listener
 from sensorium.worker.prompt_scorer import NO_SCORES, PromptScorer, PromptScores
 from sensorium.worker.request_states import PromptPositions, RequestState, RequestTable
 from sensorium.worker.sampling.sampler import Sampler, Sampling
@@ -83,7 +83,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        hf_model: HfModel,
         *,
         kv_cache: KVCache,
         groups: Sequence[KVCacheGroup],
@@ -94,7 +94,7 @@ class ModelRunner:
         graphs: Graphs = NO_GRAPHS,
     ) -> None:
         self.encoder_cache = EncoderCache()
-        self._adapter = adapter
+        self._hf_model = hf_model
         self._kv_cache = kv_cache
         self._num_groups = len(groups)
         # The group of layers with cross-attention, if there is one, and what they need in a step.
@@ -111,21 +111,21 @@ class ModelRunner:
         # The tokens that the last step with any has chosen. The host may not have read them yet.
         self._unread: torch.Tensor | None = None
         encode = None if graphs.encoders is None else graphs.encoders.encode
-        self.encoder_runner = EncoderRunner(adapter, self.encoder_cache, encode)
+        self.encoder_runner = EncoderRunner(hf_model, self.encoder_cache, encode)
         self._input_batch = InputBatch(
             groups=groups,
             block_size=block_size,
-            bidirectional_modalities=adapter.bidirectional_modalities,
-            has_causal_full_layers=adapter.has_causal_full_layers,
-            has_long_factors=adapter.long_after is not None,
-            has_mrope=adapter.has_mrope,
+            bidirectional_modalities=hf_model.bidirectional_modalities,
+            has_causal_full_layers=hf_model.has_causal_full_layers,
+            has_long_factors=hf_model.long_after is not None,
+            has_mrope=hf_model.has_mrope,
             table=self._table,
             encoder_cache=self.encoder_cache,
-            staging=StagingBuffer(device=adapter.device),
+            staging=StagingBuffer(device=hf_model.device),
         )
-        self._sampler = Sampler(device=adapter.device)
-        self._prompt_scorer = PromptScorer(adapter)
-        self._listener = Listener(adapter)
+        self._sampler = Sampler(device=hf_model.device)
+        self._prompt_scorer = PromptScorer(hf_model)
+        self._aligner = Aligner(hf_model)
         self._grammars = GrammarMasks(grammars)
 
     @property
@@ -143,11 +143,11 @@ class ModelRunner:
         """
         self._check_token_ids(request)
         self._grammars.add(request)
-        if not self._adapter.has_mrope:
+        if not self._hf_model.has_mrope:
             return
         items = [self._payloads[feature.mm_hash] for feature in request.mm_features]
         try:
-            positions, delta = self._adapter.get_mrope_positions(
+            positions, delta = self._hf_model.get_mrope_positions(
                 request.prompt_token_ids, request.mm_features, items
             )
         except Exception as error:  # models raise all kinds of errors: fail this request alone
@@ -166,14 +166,14 @@ class ModelRunner:
         """
         token_ids = np.array(request.prompt_token_ids)
         # With cross-attention, and in a stream, no token of the prompt stands for media.
-        is_beside = self._cross_group is not None or request.stream is not None
-        for feature in () if is_beside else request.mm_features:
+        is_outside_prompt = self._cross_group is not None or request.stream is not None
+        for feature in () if is_outside_prompt else request.mm_features:
             for start, end in feature.mm_position.extract_embeds_range():
                 token_ids[start:end] = 0
         most = int(token_ids.max(initial=0))
-        if most >= self._adapter.vocab_size:
+        if most >= self._hf_model.vocab_size:
             raise RequestError(
-                f"token id {most} is outside the model's vocabulary of {self._adapter.vocab_size}",
+                f"token id {most} is outside the model's vocabulary of {self._hf_model.vocab_size}",
                 path=("prompt",),
             )
         params = request.sampling_params
@@ -181,7 +181,7 @@ class ModelRunner:
         self._check_named_ids("allowed_token_ids", params.allowed_token_ids or ())
 
     def _check_named_ids(self, name: str, token_ids: Iterable[int]) -> None:
-        vocab_size = self._adapter.vocab_size
+        vocab_size = self._hf_model.vocab_size
         if outside := sorted(token_id for token_id in token_ids if token_id >= vocab_size):
             raise RequestError(
                 f"has token ids outside the model's vocabulary of {vocab_size}: "
@@ -341,21 +341,21 @@ class ModelRunner:
             return self._run_batch(self._input_batch.prepare(rows, self._unread), step)
         partial = (get_partial_blocks(rows, i, self._block_size) for i in range(self._num_groups))
         self._clear_blocks(map(torch.from_numpy, partial))
-        sounds = self._input_batch.take_sounds(rows)
-        result = graphs.replay(rows, size, self._table, self._unread, sounds)
+        audios = self._input_batch.take_audios(rows)
+        result = graphs.replay(rows, size, self._table, self._unread, audios)
         choice = self._choose([state for _, state in rows], result.logits, result.likeliest)
         return replace(step, mode=StepMode.DECODE_GRAPH, choice=choice)
 
     def _run_batch(self, inputs: StepInputs, step: LaunchedStep) -> LaunchedStep:
         if self._cross_group is not None:
-            self._listener.begin(inputs.rows)
+            self._aligner.begin(inputs.rows)
         hidden, mode = self._forward(inputs)
         scores = self._prompt_scorer.score(hidden, inputs.rows)
         if self._cross_group is not None:
-            step = replace(step, findings=self._listener.finish(hidden))
+            step = replace(step, findings=self._aligner.finish(hidden))
         if not inputs.sampled:
             return replace(step, scores=scores, mode=mode)
-        logits = self._adapter.logits(hidden.index_select(0, inputs.logits_index))
+        logits = self._hf_model.logits(hidden.index_select(0, inputs.logits_index))
         return replace(step, scores=scores, mode=mode, choice=self._choose(inputs.sampled, logits))
 
     def _choose(
@@ -410,7 +410,7 @@ class ModelRunner:
     def _clear_blocks(self, block_ids_by_group: Iterable[torch.Tensor]) -> None:
         for group_index, block_ids in enumerate(block_ids_by_group):
             if len(block_ids):
-                on_device = to_device(block_ids, self._adapter.device)
+                on_device = to_device(block_ids, self._hf_model.device)
                 self._kv_cache.clear_blocks(group_index, on_device)
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, StepMode]:
@@ -421,8 +421,8 @@ class ModelRunner:
         self._clear_blocks(inputs.partial_blocks)
         self._cross = inputs.cross
         self._attention.prepare(inputs.layout)
-        embeds, extra = self._adapter.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
-        extra |= self._adapter.make_conditions(inputs.delays)
+        embeds, extra = self._hf_model.embed(inputs.input_ids, inputs.mm_index, inputs.mm_embeds)
+        extra |= self._hf_model.make_conditions(inputs.delays)
         segments = self._graphs.segments
         size: int | StepMode = StepMode.EAGER_NO_GRAPHS
         if inputs.layout.attend_until is not None:
@@ -430,8 +430,8 @@ class ModelRunner:
         elif segments is not None:
             size = segments.find_size(embeds.shape[1], extra)
         if segments is None or isinstance(size, StepMode):
-            with self._adapter.choosing_factors(inputs.is_long):
-                hidden = self._adapter.forward(embeds, inputs.positions, self, extra)
+            with self._hf_model.choosing_factors(inputs.is_long):
+                hidden = self._hf_model.forward(embeds, inputs.positions, self, extra)
             return hidden, StepMode(size)
         hidden = segments.replay(
             size,
@@ -467,8 +467,8 @@ class ModelRunner:
                 key,
                 value,
                 scaling=scaling,
-                observed=self._listener.get_observed(layer_index),
-                observe=partial(self._listener.observe, layer_index, scaling),
+                observed=self._aligner.get_observed(layer_index),
+                observe=partial(self._aligner.observe, layer_index, scaling),
             )
         return self._attention.attend(cache, query, key, value, scaling=scaling)
 

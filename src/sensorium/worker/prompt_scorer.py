@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.request import TokenLogprobs
 from sensorium.utils.arrays import Download, IntArray, StagingBuffer
 from sensorium.worker.input_batch import Row
@@ -49,9 +49,9 @@ NO_SCORES = PromptScores({}, ())
 class PromptScorer:
     """A scorer that computes the log-probabilities of prompt tokens for requests that want them."""
 
-    def __init__(self, adapter: ModelAdapter) -> None:
-        self._adapter = adapter
-        self._staging = StagingBuffer(device=adapter.device, num_words=1 << 10)
+    def __init__(self, hf_model: HfModel) -> None:
+        self._hf_model = hf_model
+        self._staging = StagingBuffer(device=hf_model.device, num_words=1 << 10)
 
     def score(self, hidden: torch.Tensor, rows: Sequence[Row]) -> PromptScores:
         """Return the log-probabilities of the prompt tokens that this step predicts.
@@ -88,7 +88,7 @@ class PromptScorer:
         parts = []
         for first in range(0, len(places["index"]), MAX_ROWS):
             index = tensors["index"][first : first + MAX_ROWS]
-            logits = self._adapter.logits(hidden.index_select(0, index))
+            logits = self._hf_model.logits(hidden.index_select(0, index))
             wanted = tensors["targets"][first : first + MAX_ROWS]
             parts.append(compute_logprobs(logits, wanted, has_top=has_top))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -127,7 +127,7 @@ class RequestState:
         self.unread_row = 0  # the last unread token is in this row of the tokens of its step
         self.last_token_id = int(self.token_ids.values[-1])  # of those that were read
         self.failure: RequestError | None = None  # why it has no place in later steps
-        # What a transcript asks for (see `worker.listening`), until its first token is chosen.
+        # What a transcript asks for (see `worker.alignment`), until its first token is chosen.
         self.attention: dict[int, list[torch.Tensor]] = {}  # by the index of a layer
         self.scored_logprob: torch.Tensor | None = None
         # The number of media positions that layers with cross-attention attend to.

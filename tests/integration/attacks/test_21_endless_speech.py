@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from attacks.endless_speech import FLAGS, ROUTE, Listeners, attack, make_attack, make_model
+from attacks.endless_speech import FLAGS, ROUTE, OpenStreams, attack, make_attack, make_model
 from attacks.endless_speech import make_request as make_form
 from tests.support.server import POOL, ServerProcess, serve
 
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     ],
     ids=["greedy", "random"],
 )
-def test_a_sound_takes_no_more_tokens_than_its_length_allows(
+def test_an_audio_file_takes_no_more_tokens_than_its_length_allows(
     server: ServerProcess, fields: dict[str, str], most: float
 ) -> None:
     form = make_attack(SECONDS)
@@ -46,7 +46,7 @@ def test_a_sound_takes_no_more_tokens_than_its_length_allows(
     assert 0.7 * most < num_tokens <= most
 
 
-def test_an_ordinary_sound_takes_a_few_tokens(server: ServerProcess) -> None:
+def test_an_ordinary_audio_takes_a_few_tokens(server: ServerProcess) -> None:
     before = server.get_metrics()[TOKENS]
     response = httpx.post(server.get_url(ROUTE), **make_form(SECONDS), timeout=300.0)
     assert response.status_code == 200, response.text
@@ -55,7 +55,7 @@ def test_an_ordinary_sound_takes_a_few_tokens(server: ServerProcess) -> None:
 
 @pytest.mark.slow  # in short: the tests above
 def test_neighbours_of_texts_without_end_are_answered(server: ServerProcess) -> None:
-    listeners = Listeners(server.get_url())
+    listeners = OpenStreams(server.get_url())
     assert any(listeners.expected.values())
     with attack(server.get_url()) as statuses:
         answers = listeners.ask_while(lambda: not statuses, min_rounds=3)

@@ -37,33 +37,33 @@ def streaming(model: str) -> Iterator[ServerProcess]:
 
 
 def test_sessions_are_written_down_as_by_one_server(model: str, streaming: ServerProcess) -> None:
-    sounds = [make_tones(seed, seconds) for seed, seconds in enumerate(LENGTHS_S[:5])]
+    audios = [make_tones(seed, seconds) for seed, seconds in enumerate(LENGTHS_S[:5])]
     with serve(model, *_FLAGS) as single:
-        expected = [talk(single, each, d) for each, d in zip(sounds, DELAYS, strict=False)]
-        whole = transcribe(single, sounds[2])
+        expected = [talk(single, each, d) for each, d in zip(audios, DELAYS, strict=False)]
+        whole = transcribe(single, audios[2])
     with ThreadPoolExecutor(6) as threads:
-        pairs = zip(sounds, DELAYS, strict=False)
+        pairs = zip(audios, DELAYS, strict=False)
         talks = [threads.submit(talk, streaming, each, delay) for each, delay in pairs]
-        again = threads.submit(transcribe, streaming, sounds[2])
+        again = threads.submit(transcribe, streaming, audios[2])
         assert [each.result() for each in talks] == expected
         assert again.result() == whole
     wait_until_idle(streaming)
 
 
 def test_a_session_goes_on_after_its_engine_was_killed(streaming: ServerProcess) -> None:
-    sound = make_tones(3, 2.0)
-    expected = talk(streaming, sound, None)
+    audio = make_tones(3, 2.0)
+    expected = talk(streaming, audio, None)
     with begin(streaming) as talker:
-        talker.say(sound, step=TOKEN)
+        talker.say(audio, step=TOKEN)
         talker.receive_until(f"{TRANSCRIPTION}.delta")
         for pid in get_descendants(streaming.process.pid):
             if "ServeReplica:sensorium:Engine" in get_command(pid):
                 kill(pid)
-        talker.say(sound, step=TOKEN)
+        talker.say(audio, step=TOKEN)
         talker.commit()
         *_, failed = talker.receive_until(f"{TRANSCRIPTION}.failed")
         assert "engine" in failed["error"]["message"]
-        talker.say(sound, step=TOKEN)
+        talker.say(audio, step=TOKEN)
         talker.commit()
         *_, last = talker.receive_until(f"{TRANSCRIPTION}.completed")
         assert last["transcript"] == expected[0]

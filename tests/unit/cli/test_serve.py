@@ -9,7 +9,7 @@ import pytest
 
 from sensorium import cli
 from sensorium.cli import serve
-from sensorium.engine.build.options import LoadingOptions
+from sensorium.engine.assembly.options import LoadingOptions
 from sensorium.server.options import ServeOptions
 
 

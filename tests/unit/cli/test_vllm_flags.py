@@ -12,7 +12,7 @@ import pytest
 from sensorium import cli
 from sensorium.cli.vllm.flags import FLAGS, ForeignFlag
 from sensorium.cli.vllm.table import ANY, OFF, ON
-from sensorium.engine.build.options import EngineOptions
+from sensorium.engine.assembly.options import EngineOptions
 from sensorium.types.options import list_options
 
 COMMANDS = ("serve", "render", "deploy", "encode")

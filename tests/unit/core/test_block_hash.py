@@ -14,7 +14,7 @@ def make_request(
     token_ids: tuple[int, ...],
     *items: tuple[str, int, int],
     cache_salt: str | None = None,
-    adapter: str | None = None,
+    lora_id: str | None = None,
 ) -> Request:
     """Make a request with items given as (mm_hash, offset, length)."""
     features = tuple(
@@ -29,15 +29,15 @@ def make_request(
         sampling_params=SamplingParams(),
         mm_features=features,
         cache_salt=cache_salt,
-        adapter=adapter,
+        lora_id=lora_id,
     )
     return Request(core_request, rank=(0, 0), block_size=4)
 
 
 def test_salt_and_adapter_are_told_apart() -> None:
     roots = {
-        hash_root(adapter, salt)
-        for adapter in (None, "", "a", "ab")
+        hash_root(lora_id, salt)
+        for lora_id in (None, "", "a", "ab")
         for salt in (None, "", "b", "a", "ab")
     }
     assert len(roots) == 20
@@ -92,8 +92,8 @@ def test_requests_with_the_same_beginning_share_names_up_to_the_difference() -> 
 
 def test_salt_and_adapter_separate_all_blocks() -> None:
     names = {
-        make_request((1,) * 4, cache_salt=salt, adapter=adapter).block_hash(0)
-        for salt, adapter in [(None, None), ("x", None), (None, "x"), ("y", None)]
+        make_request((1,) * 4, cache_salt=salt, lora_id=lora_id).block_hash(0)
+        for salt, lora_id in [(None, None), ("x", None), (None, "x"), ("y", None)]
     }
     assert len(names) == 4
 

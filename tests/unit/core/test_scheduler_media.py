@@ -208,7 +208,7 @@ def test_encoder_decoder_hears_everything_in_its_first_step() -> None:
     driver.finish_step(output, token_id=1)
 
 
-def test_encoder_decoder_finds_the_keys_and_values_of_a_known_sound() -> None:
+def test_encoder_decoder_finds_the_keys_and_values_of_a_known_audio() -> None:
     driver = make_driver(is_encoder_decoder=True)
 
     def start(name: str, item: str, cache_salt: str | None = None) -> tuple[bool, list[str]]:
@@ -237,7 +237,7 @@ def test_encoder_decoder_finds_the_keys_and_values_of_a_known_sound() -> None:
     assert start("e", "six") == (False, ["six"])
 
 
-def test_encoder_decoder_keeps_its_sound_while_the_only_token_of_its_prompt_is_late() -> None:
+def test_encoder_decoder_keeps_its_audio_while_the_only_token_of_its_prompt_is_late() -> None:
     """The worker stores the sound in every step that begins at 0, so it has to be there."""
     driver = make_driver(is_encoder_decoder=True, is_ahead=False)
     driver.add(make_request("r", "six", (1,), is_encoder_decoder=True))

@@ -10,15 +10,15 @@ from transformers import AutoConfig
 
 import sensorium
 from sensorium.cli.models import HEADER, format_table, get_rows
-from sensorium.engine.build.catalog import describe_model
-from sensorium.engine.build.options import LoadingOptions
-from sensorium.models.encoder_decoder import EncoderDecoderAdapter
-from sensorium.models.families import ADAPTERS, OWN_ADAPTERS
-from sensorium.models.recogniser import RecogniserAdapter
+from sensorium.engine.assembly.catalog import describe_model
+from sensorium.engine.assembly.options import LoadingOptions
+from sensorium.models.ctc_transducer import CtcTransducerModel
+from sensorium.models.encoder_decoder import EncoderDecoderModel
+from sensorium.models.families import KNOWN_MODELS, OWN_MODELS
 from sensorium.multimodal.processing.processor import PROCESSOR_CALLS, MultiModalProcessor
 from sensorium.types.families import FAMILIES
 from tests.parity.cases import MODALITIES
-from tests.parity.recognising import FAMILIES as RECOGNISERS
+from tests.parity.ctc_transducer_reference import FAMILIES as RECOGNISERS
 from tests.parity.speaking import FAMILIES as SPEECH_FAMILIES
 
 MODEL_TYPES = [family.model_type for family in FAMILIES]
@@ -34,17 +34,17 @@ def test_every_family_is_tested_and_every_tested_one_is_listed() -> None:
         *RECOGNISERS,
         *STREAMED,
     }
-    assert len(ADAPTERS) == len(FAMILIES)
+    assert len(KNOWN_MODELS) == len(FAMILIES)
 
 
 def test_the_list_names_exactly_the_code_that_families_have() -> None:
-    speech = {name for name, kind in OWN_ADAPTERS.items() if kind is EncoderDecoderAdapter}
-    recognisers = {name for name, kind in OWN_ADAPTERS.items() if kind is RecogniserAdapter}
+    speech = {name for name, kind in OWN_MODELS.items() if kind is EncoderDecoderModel}
+    ctc_transducer = {name for name, kind in OWN_MODELS.items() if kind is CtcTransducerModel}
     code = {
-        "models/families": OWN_ADAPTERS.keys() - speech - recognisers - STREAMED,
+        "models/families": OWN_MODELS.keys() - speech - ctc_transducer - STREAMED,
         "models/streaming": STREAMED,
         "models/encoder_decoder": speech,
-        "models/recogniser": recognisers,
+        "models/ctc_transducer": ctc_transducer,
         "multimodal/processing": PROCESSOR_CALLS.keys() | STREAMED,
     }
     for place, by_type in code.items():

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.engine.build.config import (
+from sensorium.engine.assembly.config import (
     EngineConfig,
     EngineOptions,
     resolve_config,
     resolve_limits,
 )
-from sensorium.engine.build.memory import MemoryPlan
+from sensorium.engine.assembly.memory import MemoryPlan
 from sensorium.layers.kv_layout import LayerGroup, LayerSpec, group_layers
 from sensorium.types.errors import ModelError
 

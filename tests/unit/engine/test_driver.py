@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.driver import PerceiveAgain, RequestDriver, Send, advance
+from sensorium.engine.driver import ProcessAgain, RequestDriver, Send, advance
 from sensorium.engine.inputs.input_processor import ProcessedRequest
 from sensorium.engine.inputs.renderer import Prepared
 from sensorium.multimodal.cache.interface import ItemHandle
-from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.pipeline import CachedItem
 from sensorium.types.errors import CapacityError, MissingMediaError, RequestError
 from sensorium.types.multimodal import (
     MissingItems,
@@ -34,10 +34,10 @@ class Sender:
         self.held: list[ItemHandle] = []
         self.num_transfers = 0
 
-    def make_item(self, **times: float) -> PerceivedItem:
+    def make_item(self, **times: float) -> CachedItem:
         handle = ItemHandle(modality="image", mm_hash="h", layout=None, num_bytes=1, is_hit=True)
         self.held.append(handle)
-        return PerceivedItem(handle=handle, path=("image", 0), times=times)
+        return CachedItem(handle=handle, path=("image", 0), times=times)
 
     def make_transfer(self, handles: Any) -> Transfer:
         assert all(any(held is handle for held in self.held) for handle in handles)
@@ -113,7 +113,7 @@ def test_an_item_that_the_core_lost_is_perceived_and_sent_again(
     send(advance(delivery))
     for number in range(2):  # and lost once more
         step = advance(delivery, LOST)
-        assert isinstance(step, PerceiveAgain)
+        assert isinstance(step, ProcessAgain)
         assert send(advance(delivery, sender.make_item(process=float(number)))) == "r"
         assert len(sender.held) == 2  # the first handle and the newest
     assert advance(delivery, None) is None

@@ -11,8 +11,8 @@ import pytest
 
 from sensorium.engine.inputs.input_processor import InputProcessor, ProcessedRequest
 from sensorium.multimodal.cache.interface import ItemHandle
-from sensorium.multimodal.media import MediaItem, PerceptionOptions
-from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.media import MediaItem, ProcessingOptions
+from sensorium.multimodal.pipeline import CachedItem
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
@@ -66,18 +66,18 @@ class FakePipeline:
     """Items are named after their media; notes what is asked for and what is held."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[MediaItem, PerceptionOptions]] = []
+        self.calls: list[tuple[MediaItem, ProcessingOptions]] = []
         self.held: list[ItemHandle] = []
         self.cache = self
 
-    def perceive_pausing(
+    def process_pausing(
         self,
         items: Sequence[MediaItem],
-        options: PerceptionOptions,
+        options: ProcessingOptions,
         *,
         needs_tensors: bool,
         cancelled: object,
-    ) -> Pausing[list[PerceivedItem]]:
+    ) -> Pausing[list[CachedItem]]:
         yield from ()  # all of it is here: there is nothing to wait for
         del needs_tensors, cancelled
         self.calls += [(item, options) for item in items]
@@ -97,9 +97,9 @@ class FakePipeline:
             for item in items
         ]
         self.held += handles
-        return [PerceivedItem(handle=handle, path=()) for handle in handles]
+        return [CachedItem(handle=handle, path=()) for handle in handles]
 
-    def release(self, items: Sequence[PerceivedItem]) -> None:
+    def release(self, items: Sequence[CachedItem]) -> None:
         for item in items:
             self.held.remove(item.handle)
 

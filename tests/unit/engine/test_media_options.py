@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.build.options import MediaOptions
+from sensorium.engine.assembly.options import MediaOptions
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import ModelError
 

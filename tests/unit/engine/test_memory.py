@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from sensorium.core.admission import Limits
-from sensorium.engine.build import memory as memory_module
-from sensorium.engine.build.memory import (
+from sensorium.engine.assembly import memory as memory_module
+from sensorium.engine.assembly.memory import (
     MemoryPlan,
     check_memory,
     format_bytes,
@@ -27,7 +27,7 @@ from sensorium.engine.build.memory import (
     get_num_kv_bytes_per_token,
     plan_memory,
 )
-from sensorium.engine.build.options import EngineOptions
+from sensorium.engine.assembly.options import EngineOptions
 from sensorium.types.errors import ModelError
 
 CPU = torch.device("cpu")

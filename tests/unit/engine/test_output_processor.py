@@ -78,8 +78,10 @@ def test_an_output_carries_the_request_and_its_counts() -> None:
     assert output.outputs[0].finish_reason is FinishReason.LENGTH
 
 
-def _count_mm_tokens(*places: tuple[str, PlaceholderRange], is_beside: bool) -> dict[str, int]:
-    processor = OutputProcessor(LetterTokenizer(), is_beside=is_beside)
+def _count_mm_tokens(
+    *places: tuple[str, PlaceholderRange], is_outside_prompt: bool
+) -> dict[str, int]:
+    processor = OutputProcessor(LetterTokenizer(), is_outside_prompt=is_outside_prompt)
     request = EngineCoreRequest(
         request_id="r",
         prompt_token_ids=(62,) * 20,
@@ -97,12 +99,12 @@ def test_tokens_of_media_are_the_positions_that_take_embeddings() -> None:
     first = PlaceholderRange(1, 4)
     second = PlaceholderRange(6, 5, is_embed=(False, True, True, True, False))
     places = (("image", first), ("image", second), ("audio", PlaceholderRange(12, 2)))
-    assert _count_mm_tokens(*places, is_beside=False) == {"image": 7, "audio": 2}
-    assert _count_mm_tokens(is_beside=False) == {}
+    assert _count_mm_tokens(*places, is_outside_prompt=False) == {"image": 7, "audio": 2}
+    assert _count_mm_tokens(is_outside_prompt=False) == {}
 
 
-def test_a_sound_beside_the_prompt_takes_none_of_its_tokens() -> None:
-    assert _count_mm_tokens(("audio", PlaceholderRange(0, 9)), is_beside=True) == {}
+def test_an_audio_file_beside_the_prompt_takes_none_of_its_tokens() -> None:
+    assert _count_mm_tokens(("audio", PlaceholderRange(0, 9)), is_outside_prompt=True) == {}
 
 
 def test_a_request_that_goes_on_gives_nothing_yet() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from sensorium.engine.speech.audio import make_params
 from sensorium.engine.speech.batch import make_options
-from sensorium.engine.speech.sounds import make_params
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.windows import WindowRequest
 from sensorium.types.errors import RequestError

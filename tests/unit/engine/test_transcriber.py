@@ -25,7 +25,7 @@ RATE = 10
 NUM_PIECES = 6
 
 
-class Sound:
+class WholeAudio:
     """A sound whose pieces are prompts of one token: their index."""
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class Model:
     can_translate, has_segments, has_words = False, True, False
 
     def __init__(self) -> None:
-        self.sound = Sound()
+        self.audio = WholeAudio()
 
-    def open_pausing(self, _item: Any, **_options: Any) -> Pausing[Sound]:
+    def open_pausing(self, _item: Any, **_options: Any) -> Pausing[WholeAudio]:
         yield from ()
-        return self.sound
+        return self.audio
 
-    def start(self, _sound: Sound, options: SpeechOptions) -> Transcription:
+    def start(self, _audio: WholeAudio, options: SpeechOptions) -> Transcription:
         def make_request(start: int, end: int) -> WindowRequest:
             return WindowRequest(
                 first_frame=start, num_frames=end - start, prompt_token_ids=(), max_tokens=1
@@ -83,7 +83,7 @@ class Engine:
     begun: list[int] = field(default_factory=list)
     most_running: int = 0
 
-    async def perceive(self, _modality: str, begin: Any, *, drop: Any) -> Any:
+    async def process_media(self, _modality: str, begin: Any, *, drop: Any) -> Any:
         del drop
         await asyncio.sleep(0)
         return run_through(begin(None, Future()))
@@ -134,7 +134,7 @@ def run(engine: Engine, *, num_segments: int | None = None) -> tuple[list[str], 
     try:
         return asyncio.run(transcribe()), model
     finally:
-        assert model.sound.num_released == 1
+        assert model.audio.num_released == 1
 
 
 @pytest.fixture(autouse=True)
@@ -181,7 +181,7 @@ def test_an_error_of_a_later_piece_comes_in_its_turn() -> None:
     assert 5 not in seen  # it would have begun after the third
 
 
-def test_a_sound_is_restored_once_for_all_pieces_that_are_missing() -> None:
+def test_an_audio_file_is_restored_once_for_all_pieces_that_are_missing() -> None:
     async def wait(prompt: list[int]) -> None:
         await asyncio.sleep(0.0)
         if not prompt[1]:
@@ -189,10 +189,10 @@ def test_a_sound_is_restored_once_for_all_pieces_that_are_missing() -> None:
 
     texts, model = run(Engine(wait))
     assert texts == [str(number) for number in range(NUM_PIECES)]
-    assert model.sound.num_restored == 1
+    assert model.audio.num_restored == 1
 
 
-def test_a_transcript_that_is_cancelled_twice_releases_its_sound() -> None:
+def test_a_transcript_that_is_cancelled_twice_releases_its_audio() -> None:
     model = Model()
 
     async def wait(_prompt: list[int]) -> None:
@@ -216,4 +216,4 @@ def test_a_transcript_that_is_cancelled_twice_releases_its_sound() -> None:
             await task
 
     asyncio.run(cancel_twice())
-    assert model.sound.num_released == 1
+    assert model.audio.num_released == 1

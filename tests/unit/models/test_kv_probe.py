@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.probes import KVProbe
 from sensorium.types.errors import ModelError
 
 
-def load(directory: str) -> ModelAdapter:
+def load(directory: str) -> HfModel:
     cpu = torch.device("cpu")
     return load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
 
@@ -82,7 +82,7 @@ def test_windows_and_heads_of_a_model_are_found(tiny_model: Callable[[str], str]
 def test_a_model_with_other_kinds_of_layers_is_refused_with_the_counts(
     tiny_model: Callable[[str], str],
 ) -> None:
-    adapter = load(tiny_model("llama"))
-    adapter.text_config.num_hidden_layers += 1
+    hf_model = load(tiny_model("llama"))
+    hf_model.text_config.num_hidden_layers += 1
     with pytest.raises(ModelError, match="LlamaForCausalLM can't be run: 3 of its 4 layers use"):
-        adapter.probe_layers()
+        hf_model.probe_layers()

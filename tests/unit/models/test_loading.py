@@ -53,8 +53,8 @@ def test_a_family_with_code_of_its_own_gets_its_adapter(tiny_model: Callable[[st
     for family, modalities in (("gemma3", {"image"}), ("llava", set())):
         directory = tiny_model(family)
         config = load_config(directory)
-        adapter = load_model(directory, config, dtype=torch.float32, device=CPU)
-        assert adapter.bidirectional_modalities == modalities
+        hf_model = load_model(directory, config, dtype=torch.float32, device=CPU)
+        assert hf_model.bidirectional_modalities == modalities
 
 
 @pytest.mark.parametrize("device", ["gpu", "cpu:x", ""])

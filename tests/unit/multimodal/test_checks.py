@@ -36,8 +36,8 @@ def check(modality: str, media: object) -> tuple[Any, Any]:
         SOUND.astype(">f8"),
     ],
 )
-def test_sounds_become_float32_samples(sound: object) -> None:
-    checked, metadata = check("audio", sound)
+def test_audios_become_float32_samples(audio: object) -> None:
+    checked, metadata = check("audio", audio)
     assert metadata is None
     assert checked.dtype == np.float32
     np.testing.assert_allclose(checked, SOUND, atol=1e-7)
@@ -45,15 +45,15 @@ def test_sounds_become_float32_samples(sound: object) -> None:
 
 def test_channels_are_mixed_down_whichever_way_they_stand() -> None:
     stereo = np.stack([SOUND, np.zeros(400)])
-    for sound in (stereo, stereo.T, torch.from_numpy(stereo), (stereo, RATE)):
-        checked, _ = check("audio", sound)
+    for audio in (stereo, stereo.T, torch.from_numpy(stereo), (stereo, RATE)):
+        checked, _ = check("audio", audio)
         np.testing.assert_allclose(checked, SOUND / 2, atol=1e-7)
     short = np.array([[1.0, 0.5], [0.0, 0.5]])  # as many channels as samples: channels are rows
     assert check("audio", short)[0].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("rate", [8_000, 44_100, np.int64(48_000), 44_100.0])
-def test_sounds_of_other_rates_are_resampled(rate: Any) -> None:
+def test_audios_of_other_rates_are_resampled(rate: Any) -> None:
     melody = make_melody(int(rate) // 2, rate=int(rate))
     checked, _ = check("audio", (melody, rate))
     expected = make_melody(RATE // 2)
@@ -155,9 +155,9 @@ def test_integer_samples_are_scaled_to_one(dtype: type) -> None:
         (torch.zeros(4).to(torch.float8_e4m3fn), "not float8_e4m3fn"),
     ],
 )
-def test_what_is_no_sound_is_refused(sound: object, message: str) -> None:
+def test_what_is_no_audio_is_refused(audio: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        check("audio", sound)
+        check("audio", audio)
 
 
 def test_frames_may_come_with_metadata() -> None:

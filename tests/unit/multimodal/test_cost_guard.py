@@ -233,11 +233,11 @@ def test_decoded_media_is_measured_too(
         process(guarded, "video", np.stack([pixels] * 2), {"temporal_patch_size": 256})
 
 
-def test_a_longer_window_for_sounds_is_refused(
+def test_a_longer_window_for_audios_is_refused(
     processor_of: Callable[[str], MultiModalProcessor],
 ) -> None:
     guarded = ItemWorker(processor_of("gemma4"), MediaLimits(), OwnOptions())
-    sound = make_melody(16_000)
-    assert process(guarded, "audio", sound, {"pad_to_multiple_of": 64}).layout is not None
+    audio = make_melody(16_000)
+    assert process(guarded, "audio", audio, {"pad_to_multiple_of": 64}).layout is not None
     with pytest.raises(RequestError, match=r"option\(s\) pad_to_multiple_of this audio"):
-        process(guarded, "audio", sound, {"pad_to_multiple_of": 2**20})
+        process(guarded, "audio", audio, {"pad_to_multiple_of": 2**20})

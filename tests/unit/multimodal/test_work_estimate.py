@@ -33,7 +33,7 @@ def test_a_picture_costs_what_its_header_says() -> None:
     assert small_s < 0.01 < 0.5 < large_s
 
 
-def test_only_a_decoder_sees_the_work_of_a_video_or_a_sound() -> None:
+def test_only_a_decoder_sees_the_work_of_a_video_or_an_audio_file() -> None:
     video = MediaBytes(write_video(make_clip(6)))
     assert estimate_cost_s("video", video, LIMITS) is None
     assert estimate_cost_s("audio", video, LIMITS) is None

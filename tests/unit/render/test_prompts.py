@@ -13,10 +13,10 @@ from sensorium.types.errors import RequestError
 
 
 @pytest.mark.parametrize("rate", [16_000, 16_000.0, np.int64(16_000), np.float32(16_000)])
-def test_samples_beside_their_rate_are_one_sound(rate: Any) -> None:
-    sound = (np.zeros(4, dtype=np.float32), rate)
-    read = read_prompt({"prompt": "a", "multi_modal_data": {"audio": sound}})
-    assert [item.media for item in read.media] == [sound]
+def test_samples_beside_their_rate_are_one_audio(rate: Any) -> None:
+    audio = (np.zeros(4, dtype=np.float32), rate)
+    read = read_prompt({"prompt": "a", "multi_modal_data": {"audio": audio}})
+    assert [item.media for item in read.media] == [audio]
 
 
 def test_token_ids_that_cannot_fit_are_refused_unseen() -> None:

@@ -228,13 +228,13 @@ def test_names_without_media_are_listed() -> None:
     )
 
 
-def test_features_of_a_sound_cross_unchanged() -> None:
+def test_features_of_an_audio_file_cross_unchanged() -> None:
     features = torch.randn(4, 3)
-    sent = messages.encode(messages.write_sound("s", features.T, is_last=True))
+    sent = messages.encode(messages.write_audio("s", features.T, is_last=True))
     read = messages.decode_append(sent)
     assert (read.request_id, read.is_last) == ("s", True)
-    found = messages.read_sound(read)
+    found = messages.read_audio(read)
     assert found is not None
     assert torch.equal(found, features.T)
-    nothing = messages.write_sound("s", None, is_last=False)
-    assert messages.read_sound(nothing) is None
+    nothing = messages.write_audio("s", None, is_last=False)
+    assert messages.read_audio(nothing) is None

@@ -13,7 +13,7 @@ from sensorium.scale.replica import EngineReplica
 from sensorium.types.errors import InvariantError, RequestError
 from sensorium.types.sampling import SamplingParams
 
-_CALL = messages.encode_call(messages.OpenSound(params=SamplingParams(), request_id="r"))
+_CALL = messages.encode_call(messages.OpenAudio(params=SamplingParams(), request_id="r"))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.build.options import MediaOptions
+from sensorium.engine.assembly.options import MediaOptions
 from sensorium.server.logs import describe_media, format_rows
 from sensorium.server.options import ServeOptions
 

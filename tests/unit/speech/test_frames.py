@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sensorium.speech.frames import (
     FrameRules,
-    HeardToken,
     Piece,
+    TimedToken,
     collapse,
     find_words,
     read_table,
@@ -118,9 +118,9 @@ def test_a_transducer_says_where_its_tokens_are() -> None:
 # ---- words
 
 
-def make_tokens(text: str) -> list[HeardToken]:
+def make_tokens(text: str) -> list[TimedToken]:
     return [
-        HeardToken(token_id=LETTERS.index(c), logprob=-1.0, start=i, end=i + 1)
+        TimedToken(token_id=LETTERS.index(c), logprob=-1.0, start=i, end=i + 1)
         for i, c in enumerate(text)
     ]
 
@@ -170,7 +170,7 @@ def test_a_segment_ends_at_a_pause_at_a_sentence_and_at_a_piece() -> None:
     assert transcript.segments == tuple(segments)
 
 
-def test_a_sound_without_words_has_no_segments() -> None:
+def test_an_audio_file_without_words_has_no_segments() -> None:
     segments, transcript = transcribe("____", "  ")
     assert (segments, transcript.text, transcript.duration_s) == ([], "", 0.6)
     assert transcript.language is None

@@ -43,7 +43,7 @@ def make_noise(seconds: float, *quiet: float) -> Samples:
     return samples
 
 
-def test_a_short_sound_is_one_piece() -> None:
+def test_a_short_audio_is_one_piece() -> None:
     assert find_cuts(make_noise(30.0), RATE, max_s=30) == [(0, 30_000)]
 
 
@@ -57,7 +57,7 @@ def test_pieces_end_at_quiet_places() -> None:
 
 
 @given(st.integers(0, 20_000), st.floats(0.5, 4.0), st.integers(0, 5))
-def test_pieces_are_the_whole_sound(num_samples: int, max_s: float, seed: int) -> None:
+def test_pieces_are_the_whole_audio(num_samples: int, max_s: float, seed: int) -> None:
     samples = np.random.default_rng(seed).normal(size=num_samples).astype(np.float32)
     cuts = find_cuts(samples, RATE, max_s=max_s)
     assert cuts[0][0] == 0

@@ -151,7 +151,7 @@ def check(case: Case, tokens: WhisperTokens | None = None) -> ModelAnswer:
 
 @pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["plain", "carried"])
 @pytest.mark.parametrize("seed", [0, *mark_slow(1, 2, 3)])
-def test_long_sounds_have_the_same_segments(seed: int, settings: WhisperSettings) -> None:
+def test_long_audios_have_the_same_segments(seed: int, settings: WhisperSettings) -> None:
     answer = check(Case(seed=seed, settings=settings))
     assert len(answer.requests) > 3
 
@@ -170,7 +170,7 @@ def test_a_caller_decides_whether_text_is_carried(settings: WhisperSettings) -> 
         assert transcribe(Case(seed=0, settings=settings, options=options))[0].segments == segments
 
 
-def test_a_long_sound_of_an_unknown_language_is_translated_alike() -> None:
+def test_a_long_audio_of_an_unknown_language_is_translated_alike() -> None:
     options = SpeechOptions(task="translate", prompt=PROMPT)
     check(Case(seed=7, options=options, settings=CARRIED))
 
@@ -220,19 +220,19 @@ def test_prompts_have_the_same_effect(seed: int, settings: WhisperSettings) -> N
     ids=_name,
 )
 @pytest.mark.parametrize("seed", [6, *mark_slow(0)])
-def test_short_sounds_have_the_same_segments(seed: int, options: SpeechOptions) -> None:
+def test_short_audios_have_the_same_segments(seed: int, options: SpeechOptions) -> None:
     check(Case(seed=seed, num_frames=SHORT, options=options))
 
 
 @pytest.mark.parametrize("num_frames", [271, 40, 1])
 @pytest.mark.parametrize("options", [SEGMENTS, SpeechOptions(language="en")], ids=_name)
-def test_sounds_that_fill_no_window_have_the_same_segments(
+def test_audios_that_fill_no_window_have_the_same_segments(
     options: SpeechOptions, num_frames: int
 ) -> None:
     check(Case(seed=6, num_frames=num_frames, options=options))
 
 
-def test_detected_languages_are_the_same_and_differ_between_sounds() -> None:
+def test_detected_languages_are_the_same_and_differ_between_audios() -> None:
     found = set()
     for seed in range(6):
         case = Case(seed=seed, num_frames=SHORT, options=SpeechOptions())

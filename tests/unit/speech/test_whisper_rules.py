@@ -224,13 +224,13 @@ def test_a_language_that_is_not_given_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("num_frames", [WINDOW, WINDOW + 1])
-def test_only_sounds_of_one_window_may_have_no_timestamps(num_frames: int) -> None:
+def test_only_audios_of_one_window_may_have_no_timestamps(num_frames: int) -> None:
     script = Script([say(0, " ba", 150)] * 2)
     transcribe(script, num_frames=num_frames, options=SpeechOptions(language="en"))
     assert (script.requests[0].timestamps is not None) == (num_frames > WINDOW)
 
 
-def test_times_end_with_the_sound_and_texts_are_joined() -> None:
+def test_times_end_with_the_audio_and_texts_are_joined() -> None:
     script = Script([say(0, " ba", 60, 70, " du", 150, 150), say(0, " ki.", 90)])
     transcript = transcribe(script, num_frames=WINDOW + 33, duration_s=3.325)
     times = [(segment.start, segment.end) for segment in transcript.segments]
@@ -245,7 +245,7 @@ def test_pieces_without_text_are_no_segments() -> None:
     assert [segment.text for segment in transcribe(script).segments] == [" du"]
 
 
-def test_a_sound_without_frames_has_no_text() -> None:
+def test_an_audio_file_without_frames_has_no_text() -> None:
     transcript = transcribe(Script([]), num_frames=0, options=SpeechOptions())
     assert (transcript.text, transcript.language, transcript.segments) == ("", None, ())
 
@@ -397,7 +397,7 @@ class Rambling:
 @pytest.mark.parametrize("most", [448, 4])
 @pytest.mark.parametrize("temperature", [None, 0.4, 2.0])
 @pytest.mark.parametrize("seconds", [0.2, 1.5, 40.0])
-def test_all_attempts_at_a_sound_are_bounded_by_its_length(
+def test_all_attempts_at_an_audio_file_are_bounded_by_its_length(
     seconds: float, temperature: float | None, most: int
 ) -> None:
     num_frames = round(100 * seconds)

@@ -21,9 +21,9 @@ def make_steps(count: int) -> Iterator[Any]:
 def test_steps_come_in_order_as_tensors_and_an_error_after_them() -> None:
     ahead = Ahead(make_steps(5), lambda batch: {"media": torch.tensor(len(batch))}, "cpu")
     for number in range(5):
-        batches, perceived = next(ahead)
+        batches, processed = next(ahead)
         assert torch.equal(batches[0]["labels"], torch.full((3,), number))
         assert batches[0]["tasks"] == ["x"]
-        assert [media["media"].item() for media in perceived] == [2, 1]
+        assert [media["media"].item() for media in processed] == [2, 1]
     with pytest.raises(ValueError, match="a worker failed"):
         next(ahead)

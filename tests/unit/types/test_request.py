@@ -4,19 +4,19 @@ from sensorium.types.request import EngineCoreRequest, FinishReason
 from sensorium.types.sampling import SamplingParams
 
 
-def make(cache_salt: str | None, adapter: str | None) -> EngineCoreRequest:
+def make(cache_salt: str | None, lora_id: str | None) -> EngineCoreRequest:
     return EngineCoreRequest(
         request_id="r",
         prompt_token_ids=(1,),
         sampling_params=SamplingParams(),
         cache_salt=cache_salt,
-        adapter=adapter,
+        lora_id=lora_id,
     )
 
 
 def test_salts_and_adapters_keep_encoder_outputs_apart() -> None:
     values = (None, "", "a", "b", "None", "a/b", "'a'", "'a'/'b'")
-    suffixes = {make(salt, adapter).encoder_key_suffix for salt in values for adapter in values}
+    suffixes = {make(salt, lora_id).encoder_key_suffix for salt in values for lora_id in values}
     assert len(suffixes) == len(values) ** 2
 
 

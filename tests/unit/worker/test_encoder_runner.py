@@ -15,7 +15,7 @@ from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRun
 from .factories import make_feature
 
 
-class FakeAdapter:
+class FakeModel:
     """Encodes an item of value v to embeddings of v; a batch with a bad value fails as a whole."""
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ def job(key: str, value: float, num_embeds: int = 2, modality: str = "image") ->
 
 
 @pytest.fixture
-def adapter() -> FakeAdapter:
-    return FakeAdapter()
+def hf_model() -> FakeModel:
+    return FakeModel()
 
 
 @pytest.fixture
@@ -59,16 +59,16 @@ def cache() -> EncoderCache:
 
 
 @pytest.fixture
-def runner(adapter: FakeAdapter, cache: EncoderCache) -> EncoderRunner:
-    return EncoderRunner(adapter, cache)  # type: ignore[arg-type]
+def runner(hf_model: FakeModel, cache: EncoderCache) -> EncoderRunner:
+    return EncoderRunner(hf_model, cache)  # type: ignore[arg-type]
 
 
 def test_items_of_one_modality_run_in_one_batch(
-    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache
+    runner: EncoderRunner, hf_model: FakeModel, cache: EncoderCache
 ) -> None:
     jobs = [job("a", 1.0, 3), job("v", 5.0, modality="video"), job("b", 2.0, 1)]
     assert runner.run(jobs).failed == {}
-    assert adapter.batches == [("image", [1.0, 2.0]), ("video", [5.0])]
+    assert hf_model.batches == [("image", [1.0, 2.0]), ("video", [5.0])]
     assert cache["a"].tolist() == [[1.0, 1.0]] * 3
     assert cache["b"].tolist() == [[2.0, 2.0]]
 
@@ -78,12 +78,12 @@ def take(key: str, embeds: torch.Tensor, num_embeds: int) -> EncoderJob:
 
 
 def test_what_is_encoded_already_is_copied_beside_what_is_not(
-    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache
+    runner: EncoderRunner, hf_model: FakeModel, cache: EncoderCache
 ) -> None:
     given = torch.tensor([[3.0, 4.0]])
     jobs = [job("a", 1.0), take("b", given, 1), take("c", torch.ones(2, 2), 2)]
     assert runner.run(jobs).failed == {}
-    assert adapter.batches == [("image", [1.0])]
+    assert hf_model.batches == [("image", [1.0])]
     given.zero_()  # the memory of a cache, which is used again
     assert cache["b"].tolist() == [[3.0, 4.0]]
     assert cache["c"].tolist() == [[1.0, 1.0]] * 2
@@ -120,9 +120,9 @@ def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache)
     assert "good" in cache
 
 
-def test_nothing_to_encode_runs_nothing(runner: EncoderRunner, adapter: FakeAdapter) -> None:
+def test_nothing_to_encode_runs_nothing(runner: EncoderRunner, hf_model: FakeModel) -> None:
     assert runner.run([]).failed == {}
-    assert adapter.batches == []
+    assert hf_model.batches == []
 
 
 @pytest.mark.parametrize(
@@ -148,16 +148,16 @@ def test_the_bad_item_of_a_batch_fails_alone_with_its_reason(
 
 @pytest.mark.parametrize("bad", [-1.0, float("nan")])
 def test_a_bad_item_does_not_touch_another_modality(
-    runner: EncoderRunner, adapter: FakeAdapter, cache: EncoderCache, bad: float
+    runner: EncoderRunner, hf_model: FakeModel, cache: EncoderCache, bad: float
 ) -> None:
     failed = runner.run([job("bad", bad), job("v", 3.0, modality="video")]).failed
     assert failed.keys() == {"bad"}
     assert "v" in cache
-    assert adapter.batches.count(("video", [3.0])) == 1
+    assert hf_model.batches.count(("video", [3.0])) == 1
 
 
 def test_items_of_unequal_shape_run_apart_instead_of_padded(
-    runner: EncoderRunner, adapter: FakeAdapter
+    runner: EncoderRunner, hf_model: FakeModel
 ) -> None:
     wide = EncoderJob(
         key="wide",
@@ -170,14 +170,14 @@ def test_items_of_unequal_shape_run_apart_instead_of_padded(
         item={"value": torch.tensor(4.0), "mask": torch.ones(1, 4)},
     )
     assert runner.run([wide, narrow]).failed == {}
-    assert adapter.batches == [("image", [3.0]), ("image", [4.0])]
+    assert hf_model.batches == [("image", [3.0]), ("image", [4.0])]
 
 
 def test_a_lone_item_that_fails_is_not_tried_again(
-    runner: EncoderRunner, adapter: FakeAdapter
+    runner: EncoderRunner, hf_model: FakeModel
 ) -> None:
     assert "negative" in runner.run([job("a", -1.0)]).failed["a"]
-    assert len(adapter.batches) == 1
+    assert len(hf_model.batches) == 1
 
 
 def test_a_step_reads_from_the_device_once_however_many_batches_it_has(

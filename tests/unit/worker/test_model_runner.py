@@ -31,7 +31,7 @@ from .factories import GREEDY, make_feature, make_request, make_scheduled
 VOCAB_SIZE = 16
 
 
-class CountingAdapter:
+class CountingModel:
     """A model of one attention-free layer: the next token is the last one plus one.
 
     An embedding of an item stands for the token that its value names.
@@ -85,13 +85,13 @@ class CountingAdapter:
 
 
 def make_runner(
-    adapter: CountingAdapter | None = None, payloads: dict[str, MultiModalKwargsItem] | None = None
+    hf_model: CountingModel | None = None, payloads: dict[str, MultiModalKwargsItem] | None = None
 ) -> ModelRunner:
     spec = LayerSpec(layer_index=0, num_kv_heads=1, key_dim=2, value_dim=2, window=None, source=0)
     groups = (KVCacheGroup(num_blocks=9),)
     cpu = torch.device("cpu")
     return ModelRunner(
-        adapter or CountingAdapter(),  # type: ignore[arg-type]
+        hf_model or CountingModel(),  # type: ignore[arg-type]
         kv_cache=KVCache(
             group_layers([spec]), groups, block_size=4, dtype=torch.float32, device=cpu
         ),
@@ -232,9 +232,9 @@ def test_a_token_outside_the_vocabulary_is_refused_unless_an_item_replaces_it() 
 
 
 def test_media_that_gives_no_positions_is_the_callers_fault() -> None:
-    adapter = CountingAdapter()
-    adapter.has_mrope = True
-    runner = make_runner(adapter, {"x": {}})
+    hf_model = CountingModel()
+    hf_model.has_mrope = True
+    runner = make_runner(hf_model, {"x": {}})
     with pytest.raises(RequestError, match=r"no positions.*the grid is too large"):
         runner.add_request(make_request((1, 2), make_feature("x", 1, 1)))
 

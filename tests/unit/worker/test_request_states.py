@@ -73,10 +73,10 @@ def test_a_resumed_request_has_the_tokens_that_it_had_made() -> None:
 def test_encoder_keys_are_apart_for_each_salt_and_adapter() -> None:
     keys = {
         make_state(
-            make_request(PROMPT, make_feature("h", 0, 1), cache_salt=salt, adapter=adapter)
+            make_request(PROMPT, make_feature("h", 0, 1), cache_salt=salt, lora_id=lora_id)
         ).get_encoder_key(0)
         for salt in (None, "", "a", "None")
-        for adapter in (None, "a")
+        for lora_id in (None, "a")
     }
     assert len(keys) == 8
     assert make_state(make_request(PROMPT, make_feature("h", 0, 1))).get_encoder_key(0) == "h"

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from tqdm import tqdm
 
-from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.transcript_writer import AudioFile, TranscriptWriter
 from sensorium.types.errors import SensoriumError
 
 _ROUTES = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}
@@ -48,14 +48,14 @@ class SpeechClient:
         if self._is_streamed:
             self._fields["stream"] = "true"
 
-    def run(self, sounds: Sequence[SoundFile], writer: TranscriptWriter) -> None:
+    def run(self, audios: Sequence[AudioFile], writer: TranscriptWriter) -> None:
         """Transcribe all files, and give the transcripts and the failures to `writer`.
 
         Raise a `ServerError` if the server does not answer, or would refuse every file.
         """
-        with tqdm(total=len(sounds), disable=None, unit="file") as bar:
+        with tqdm(total=len(audios), disable=None, unit="file") as bar:
             # Here an interruption ends a read that waits for a pipe, in the event loop it does not.
-            uploads = [_prepare(sound) for sound in sounds]
+            uploads = [_prepare(audio) for audio in audios]
             asyncio.run(self._send_all(uploads, writer, bar))
 
     async def _send_all(
@@ -143,9 +143,9 @@ class _Upload:
             raise FileError(f"can't be read: {error.strerror}") from error
 
 
-def _prepare(sound: SoundFile) -> _Upload:
+def _prepare(audio: AudioFile) -> _Upload:
     """Return what is to be sent. What comes through a pipe is read, because it has no length."""
-    source = sound.get_source()
+    source = audio.get_source()
     if isinstance(source, bytes):
         return _Upload("stdin", source)
     if isinstance(source, str):

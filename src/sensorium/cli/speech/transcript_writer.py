@@ -32,7 +32,7 @@ _EXTENSIONS: dict[SpeechFormat, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class SoundFile:
+class AudioFile:
     """A sound as the command line names it: a file, an address, or `-` for stdin.
 
     A file may also have been found below a directory, the `folder`.
@@ -81,13 +81,13 @@ class TranscriptWriter:
 
     def __init__(
         self,
-        sounds: Sequence[SoundFile],
+        audios: Sequence[AudioFile],
         form: SpeechFormat,
         directory: str | None,
         *,
         is_headed: bool,
     ) -> None:
-        self._sounds = sounds
+        self._audios = audios
         self._form = form
         self._directory = None if directory is None else _make_directory(directory)
         self._is_headed = is_headed
@@ -129,12 +129,12 @@ class TranscriptWriter:
         if self._texts[index].sent and not self._is_terminal:
             self._held[index] += "\n"  # below the text before the error
         self._end(index)
-        line = make_one_line(f"{self._sounds[index].name}: {reason}")
+        line = make_one_line(f"{self._audios[index].name}: {reason}")
         tqdm.write(f"sensorium: {line}", file=sys.stderr)
 
     def _save(self, directory: Path, index: int, content: str) -> str:
         """Write a transcript to its file, and return why that failed, or an empty text."""
-        path = directory / self._sounds[index].get_target(self._form)
+        path = directory / self._audios[index].get_target(self._form)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
@@ -151,7 +151,7 @@ class TranscriptWriter:
 
     def _write_held(self) -> None:
         """Write what has come of the first file that has not ended, and of those before it."""
-        while self._current < len(self._sounds):
+        while self._current < len(self._audios):
             if text := self._held.pop(self._current, ""):
                 self._write(self._current, text)
             if self._current not in self._ended:
@@ -161,7 +161,7 @@ class TranscriptWriter:
     def _write(self, index: int, text: str) -> None:
         if self._is_headed and self._num_headings <= index:
             blank = "\n" if self._num_headings else ""
-            text = f"{blank}==> {make_one_line(self._sounds[index].name)} <==\n{text}"
+            text = f"{blank}==> {make_one_line(self._audios[index].name)} <==\n{text}"
             self._num_headings = index + 1
         with tqdm.external_write_mode(file=sys.stdout):  # a bar is drawn again below the text
             sys.stdout.write(text)

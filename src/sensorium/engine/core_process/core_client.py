@@ -82,14 +82,14 @@ class CoreClient:
         if request_ids:
             self._send(messages.Abort(tuple(request_ids)))
 
-    def append_sound(
+    def append_audio(
         self, request_id: str, features: npt.NDArray[np.float32] | None, *, is_last: bool
     ) -> None:
         """Send more of the sound of a request, as features [bins, frames]."""
         if features is None:
-            self._send(messages.AppendSound(request_id, is_last=is_last))
+            self._send(messages.AppendAudio(request_id, is_last=is_last))
             return
-        message = messages.AppendSound(request_id, len(features), is_last)
+        message = messages.AppendAudio(request_id, len(features), is_last)
         self._send(message, np.ascontiguousarray(features))
 
     async def rehearse(

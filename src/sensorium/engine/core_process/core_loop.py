@@ -163,9 +163,9 @@ class CoreLoop:
         if isinstance(message, messages.AddRequest):
             answer = self._add(frontend, message, rest)
             self._answers.setdefault(frontend, []).append(answer)
-        elif isinstance(message, messages.AppendSound):
-            features = messages.decode_sound(message, rest)
-            ended = self._core.append_sound(message.request_id, features, is_last=message.is_last)
+        elif isinstance(message, messages.AppendAudio):
+            features = messages.decode_audio(message, rest)
+            ended = self._core.append_audio(message.request_id, features, is_last=message.is_last)
             self._ended += ended
         elif isinstance(message, messages.Abort):
             self._abort(message.request_ids)

@@ -80,7 +80,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_ids: tuple[str, ...]
 
 
-class AppendSound(msgspec.Struct, frozen=True, tag=True):
+class AppendAudio(msgspec.Struct, frozen=True, tag=True):
     """A message to the core with more of the sound of a request.
 
     The features follow as one raw frame of float32 numbers, a row for each of the `num_bins`. There
@@ -121,7 +121,7 @@ class ResetCache(msgspec.Struct, frozen=True, tag=True):
     level: str  # "mm", "encoder" or "prefix"
 
 
-ToCore = Hello | AddRequest | AppendSound | Abort | Rehearse | UpdateCache | ResetCache
+ToCore = Hello | AddRequest | AppendAudio | Abort | Rehearse | UpdateCache | ResetCache
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -243,8 +243,8 @@ def decode_request(
     return request, Transfer(payloads=payloads, update=message.update)
 
 
-def decode_sound(message: AppendSound, frames: Sequence[memoryview]) -> torch.Tensor | None:
-    """Return the features [bins, frames] that follow an `AppendSound`, as a view of their frame."""
+def decode_audio(message: AppendAudio, frames: Sequence[memoryview]) -> torch.Tensor | None:
+    """Return the features [bins, frames] that follow an `AppendAudio`, as a view of their frame."""
     if not frames:
         return None
     return torch.frombuffer(frames[0], dtype=torch.float32).view(message.num_bins, -1)

@@ -207,7 +207,7 @@ class EngineCore:
         self._forget_finished(outputs)
         return outputs
 
-    def append_sound(
+    def append_audio(
         self, request_id: str, features: torch.Tensor | None, *, is_last: bool = False
     ) -> list[EngineCoreOutput]:
         """Give a request more of its sound, as features [bins, frames]. Return its last output.
@@ -219,8 +219,8 @@ class EngineCore:
             return []
         if not isinstance(self.runner, StreamingRunner):
             raise InvariantError(f"request {request_id!r} has no sound that goes on")
-        num_positions = 0 if features is None else self.runner.append_sound(request_id, features)
-        output = self.scheduler.append_sound(request_id, num_positions, is_last=is_last)
+        num_positions = 0 if features is None else self.runner.append_audio(request_id, features)
+        output = self.scheduler.append_audio(request_id, num_positions, is_last=is_last)
         outputs = [] if output is None else [output]
         self._forget_finished(outputs)
         return outputs

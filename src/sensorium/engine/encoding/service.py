@@ -34,7 +34,7 @@ class EncoderCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     num_asked: int  # by engines
     num_kept: int  # answered with what was kept
-    num_perceived: int  # decoded and processed
+    num_processed: int  # decoded and processed
     num_encoded: int  # an encoder was run for them
 
 
@@ -70,7 +70,7 @@ class EncodingService:
         self._lock = threading.Lock()  # of the numbers below
         self._num_items = 0
         self._num_tried = towers.num_encoded  # items that were encoded as a trial before
-        self._num_asked = self._num_kept = self._num_perceived = 0
+        self._num_asked = self._num_kept = self._num_processed = 0
 
     def encode(self, job: ItemJob, media: object) -> FinishedItem:
         """Return a media item with its encoder output, and wait for it.
@@ -104,7 +104,7 @@ class EncodingService:
             return EncoderCounts(
                 num_asked=self._num_asked,
                 num_kept=self._num_kept,
-                num_perceived=self._num_perceived,
+                num_processed=self._num_processed,
                 num_encoded=self._towers.num_encoded - self._num_tried,
             )
 
@@ -145,7 +145,7 @@ class EncodingService:
             _fail(flight, error)
         else:
             with self._lock:
-                self._num_perceived += 1
+                self._num_processed += 1
             self._encode(flight, processed.result())
 
     def _encode(self, flight: Flight, finished: FinishedItem) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.errors import EncoderLostError, RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange, ProcessedItem
 from sensorium.worker.encoder_runner import EncoderCache, EncoderJob, EncoderRunner
@@ -41,10 +41,10 @@ class TowerThread:
     the thread itself has failed. Then nothing can be encoded any more, and the process should end.
     """
 
-    def __init__(self, adapter: ModelAdapter, *, max_embeds: int) -> None:
+    def __init__(self, hf_model: HfModel, *, max_embeds: int) -> None:
         self._cache = EncoderCache()
-        self._runner = EncoderRunner(adapter, self._cache)
-        self._adapter = adapter
+        self._runner = EncoderRunner(hf_model, self._cache)
+        self._hf_model = hf_model
         self._max_embeds = max_embeds
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._next: _Waiting | None = None  # it did not fit into the last batch
@@ -123,8 +123,8 @@ class TowerThread:
         try:
             with torch.inference_mode():
                 outcome = self._runner.run([_make_job(*each) for each in jobs.items()])
-                if outcome.failed and self._adapter.device.type == "cuda":
-                    torch.cuda.synchronize(self._adapter.device)  # raises if the device has failed
+                if outcome.failed and self._hf_model.device.type == "cuda":
+                    torch.cuda.synchronize(self._hf_model.device)  # raises if the device has failed
                 done = {key: self._cache[key].cpu() for key in jobs if key not in outcome.failed}
         except BaseException:
             for waiting in batch:

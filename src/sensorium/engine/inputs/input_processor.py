@@ -22,9 +22,9 @@ from sensorium.engine.inputs.rendered_prompt import (
 from sensorium.engine.inputs.switched_off import SwitchedOff
 from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.multimodal.decoding.decoding import resolve_decode_options, resolve_options
-from sensorium.multimodal.media import PerceptionOptions
+from sensorium.multimodal.media import ProcessingOptions
 from sensorium.multimodal.names import UuidScope
-from sensorium.multimodal.pipeline import MediaPipeline, OutlinedItem, PerceivedItem
+from sensorium.multimodal.pipeline import CachedItem, MediaPipeline, OutlinedItem
 from sensorium.multimodal.placeholders import (
     ExpandedPrompt,
     LaidOutItem,
@@ -36,7 +36,7 @@ from sensorium.multimodal.placeholders import (
 from sensorium.multimodal.processing.cost_guard import check_processor_kwargs
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.sound_streams import describe_stream
+from sensorium.multimodal.processing.streaming_audio import describe_stream
 from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, Payload
@@ -47,7 +47,7 @@ from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
 _COUNTED_CONTEXTS = 4  # the longest text that is only counted, in contexts
-_Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[PerceivedItem]]
+_Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[CachedItem]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class ProcessedRequest:
     """
 
     request: EngineCoreRequest
-    items: tuple[PerceivedItem, ...]  # one handle per item of media
+    items: tuple[CachedItem, ...]  # one handle per item of media
     prompt: str | None  # the text, if text was given
     is_readonly: bool = False  # the handles belong to the read-only cache, not to the core's
 
@@ -323,7 +323,7 @@ class InputProcessor:
         if prompt.rendered is not None:
             return self._expand_rendered(prompt, prompt.rendered, pipeline)
         self._check_counts([item.modality for item in prompt.media])
-        items = yield from pipeline.perceive_pausing(
+        items = yield from pipeline.process_pausing(
             prompt.media,
             self._get_options(prompt),
             needs_tensors=needs_tensors,
@@ -371,7 +371,7 @@ class InputProcessor:
                 bindings=pipeline.uuids,
                 scope=UuidScope(client=prompt.uuid_scope, cache_salt=prompt.cache_salt),
             )
-        items: list[PerceivedItem] = []
+        items: list[CachedItem] = []
         try:
             take_items(pipeline.cache, entries, items)
         except BaseException:
@@ -379,7 +379,7 @@ class InputProcessor:
             raise
         return list(prompt.token_ids), [entry.feature for entry in entries], items
 
-    def _get_options(self, prompt: EnginePrompt) -> PerceptionOptions:
+    def _get_options(self, prompt: EnginePrompt) -> ProcessingOptions:
         own = prompt.mm_processor_kwargs
         check_processor_kwargs(self.processor, own)
         media_io_kwargs = dict(self._media_io_kwargs)
@@ -391,7 +391,7 @@ class InputProcessor:
         for modality in {item.modality for item in prompt.media if item.is_encoded}:
             # Checked before the items, so that an error names the options and not an item.
             resolve_options(modality, processor_kwargs, media_io_kwargs)
-        return PerceptionOptions(
+        return ProcessingOptions(
             processor_kwargs=processor_kwargs,
             media_io_kwargs=media_io_kwargs,
             cache_salt=prompt.cache_salt,

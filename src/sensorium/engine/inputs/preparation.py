@@ -22,14 +22,14 @@ from typing import Any, Generic, TypeVar
 
 from sensorium.engine.inputs.input_processor import Outline
 from sensorium.engine.inputs.renderer import AnyPrompt, Chat, Prepared, Renderer
-from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.multimodal.pipeline import CachedItem, MediaPipeline
 from sensorium.render.prompts import EnginePrompt
 from sensorium.types.errors import StoppingError
 from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import Pausing
 
 T = TypeVar("T")
-BeginPerceiving = Callable[[MediaPipeline, Future[None]], Pausing[T]]
+BeginProcessing = Callable[[MediaPipeline, Future[None]], Pausing[T]]
 _NUM_THREADS = {
     "text": 4,
     "long": 2,  # few, because tokenising a long text takes much memory
@@ -102,7 +102,7 @@ class Preparation:
         outline, _ = await self._run(begin(), threads, cancelled, drop=lambda _: None)
         return outline
 
-    async def perceive_again(self, item: PerceivedItem) -> PerceivedItem:
+    async def process_again(self, item: CachedItem) -> CachedItem:
         """Process a media item again, because the engine core has lost its tensors.
 
         This runs in the threads for media. Return the item with a new handle, which the caller has
@@ -110,15 +110,15 @@ class Preparation:
         """
         pipeline, cancelled = self._renderer.inputs.pipeline, Future[None]()
         again, _ = await self._run(
-            pipeline.perceive_again_pausing(item, cancelled=cancelled),
+            pipeline.process_again_pausing(item, cancelled=cancelled),
             self._threads["media"],
             cancelled,
             drop=lambda unwanted: pipeline.release([unwanted]),
         )
         return again
 
-    async def perceive(
-        self, modality: str, begin: BeginPerceiving[T], *, drop: Callable[[T], None]
+    async def process_media(
+        self, modality: str, begin: BeginProcessing[T], *, drop: Callable[[T], None]
     ) -> T:
         """Run work on media for a request of several prompts, in the threads for media.
 

@@ -21,7 +21,7 @@ import torch
 
 from sensorium.multimodal.cache.interface import ProcessorCache
 from sensorium.multimodal.names import BoundSource, MediaHasher, UuidBindings, UuidScope
-from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.pipeline import CachedItem
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
 from sensorium.render.prompts import RenderedMedia
@@ -255,7 +255,7 @@ def _check_tokens(
     all placeholder tokens of the prompt and at no other tokens.
     """
     if processor.beside is not None:
-        _check_beside(items, processor.beside.max_positions)
+        _check_outside(items, processor.beside.max_positions)
         return
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
     previous_end = 0
@@ -290,7 +290,7 @@ def _check_tokens(
         )
 
 
-def _check_beside(items: Sequence[RenderedItem], max_positions: int) -> None:
+def _check_outside(items: Sequence[RenderedItem], max_positions: int) -> None:
     """Raise a `RequestError` unless there is one sound at 0 that is not too long."""
     if len(items) != 1:
         raise RequestError(f"this model needs exactly one sound, not {len(items)}")
@@ -346,7 +346,7 @@ def _digest(item: ProcessedItem, hasher: MediaHasher) -> str:
 
 
 def take_items(
-    cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[PerceivedItem]
+    cache: ProcessorCache, entries: Sequence[RenderedItem], items: list[CachedItem]
 ) -> None:
     """Look up a rendered prompt's media items in the cache, and append their handles to `items`.
 
@@ -361,7 +361,7 @@ def take_items(
             missing[entry.given_hash] = None
             continue
         items.append(
-            PerceivedItem(
+            CachedItem(
                 handle=handle, path=entry.path, brought=entry.item, given_hash=entry.given_hash
             )
         )

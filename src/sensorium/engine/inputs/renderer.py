@@ -22,7 +22,7 @@ from sensorium.engine.inputs.input_processor import (
     ProcessedRequest,
     ProcessKwargs,
 )
-from sensorium.multimodal.processing.sound_streams import SoundStream, StreamedSoundProcessor
+from sensorium.multimodal.processing.streaming_audio import AudioStream, StreamingAudioProcessor
 from sensorium.render.messages import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
@@ -179,27 +179,27 @@ class Renderer:
 
     def begin_stream(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
-    ) -> tuple[Prepared, SoundStream]:
+    ) -> tuple[Prepared, AudioStream]:
         """Make a request that takes a sound while it goes on, and the stream of its features.
 
         `delay_ms` is how far the text is behind the sound, or `None` for the model's own choice.
         Raise a `RequestError` if the model takes whole sounds only, or can't have this delay.
         """
-        sounds, defaults = self.inputs.processor.beside, self.inputs.defaults
-        if not isinstance(sounds, StreamedSoundProcessor):
+        audios, defaults = self.inputs.processor.beside, self.inputs.defaults
+        if not isinstance(audios, StreamingAudioProcessor):
             raise RequestError("this model can't hear a sound while it goes on")
-        delay_ms = sounds.default_delay_ms if delay_ms is None else delay_ms
-        num_delay_tokens = sounds.count_delay_tokens(delay_ms)
+        delay_ms = audios.default_delay_ms if delay_ms is None else delay_ms
+        num_delay_tokens = audios.count_delay_tokens(delay_ms)
         request = EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=sounds.make_prompt(delay_ms),
+            prompt_token_ids=audios.make_prompt(delay_ms),
             sampling_params=params.resolve(defaults, seed=self.inputs.draw_seed()),
             eos_token_ids=defaults.eos_token_ids,
             bans=defaults.bans,
             stream=StreamSpec(num_delay_tokens=num_delay_tokens),
         )
         processed = ProcessedRequest(request=request, items=(), prompt=None)
-        return Prepared(processed=processed, stages={}), SoundStream(sounds, delay_ms)
+        return Prepared(processed=processed, stages={}), AudioStream(audios, delay_ms)
 
     @contextmanager
     def for_warmup(self) -> Iterator[Renderer]:

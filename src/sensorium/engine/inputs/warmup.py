@@ -111,8 +111,8 @@ class _PromptWarmup:
         if self._inputs.processor.beside is None:  # otherwise no prompt is without a sound
             self._warm_up_text()
         if self._inputs.allowed_modalities:
-            self._perceive("Multi-modal", skip_mm_cache=False)
-            self._perceive("Readonly multi-modal", skip_mm_cache=True)
+            self._process_media("Multi-modal", skip_mm_cache=False)
+            self._process_media("Readonly multi-modal", skip_mm_cache=True)
             loader = self._inputs.pipeline.loader
             _try(loader.prepare, "Warmup for media URLs failed, so the first one may be slow")
 
@@ -126,7 +126,7 @@ class _PromptWarmup:
             except Exception as error:  # a tokenizer may raise anything
                 raise ModelError(f"not even a prompt of text can be prepared: {error}") from error
 
-    def _perceive(self, name: str, *, skip_mm_cache: bool) -> None:
+    def _process_media(self, name: str, *, skip_mm_cache: bool) -> None:
         started = time.monotonic()
         outcomes = [
             self._warm_up_modality(name, modality, skip_mm_cache=skip_mm_cache)

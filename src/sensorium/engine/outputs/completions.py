@@ -15,11 +15,11 @@ from hashlib import blake2b
 from typing import Any
 
 from sensorium.engine.outputs.text_reader import TextReader
-from sensorium.multimodal.pipeline import PerceivedItem
+from sensorium.multimodal.pipeline import CachedItem
 from sensorium.types.outputs import CompletionDelta, CompletionOutput, Logprob
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
 
-Items = Sequence[PerceivedItem]
+Items = Sequence[CachedItem]
 TokenText = Callable[[int], str]
 _MAX_TOKEN_TEXTS = 2**16
 

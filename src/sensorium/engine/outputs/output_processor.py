@@ -49,13 +49,12 @@ class OutputProcessor:
     """A collector of the core's outputs that turns token ids into text and results for callers.
 
     A request has the id that its engine gave it. Each of its completions has its own id in the
-    core. `is_beside` is true for models that attend to media beside their prompt: it takes no
-    positions of the prompt.
+    core. `is_outside_prompt` is true for models whose media takes no positions of the prompt.
     """
 
-    def __init__(self, tokenizer: Any, *, is_beside: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, is_outside_prompt: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._is_beside = is_beside
+        self._is_outside_prompt = is_outside_prompt
         self._get_text = make_token_text(tokenizer)
         self._states: dict[str, _RequestState] = {}  # request id -> state, until the request ends
         self._owners: dict[str, _RequestState] = {}  # id in the core -> state, until that ends
@@ -238,7 +237,7 @@ class OutputProcessor:
             encoder_hits=first.encoder_hits,
             encoder_loads=first.encoder_loads,
             speech=state.speech,
-            mm_tokens={} if self._is_beside else count_mm_tokens(features),
+            mm_tokens={} if self._is_outside_prompt else count_mm_tokens(features),
             mm_items=place_reports(state.mm_items, features),
             times=first.times,
             stages=stages,

@@ -16,8 +16,8 @@ from typing import Any, TypedDict, get_args
 from tqdm import tqdm
 
 from sensorium.engine.failures import make_failure
+from sensorium.engine.speech.audio import AudioSource, PromptScope, make_params, read_result
 from sensorium.engine.speech.models import SpeechModel
-from sensorium.engine.speech.sounds import PromptScope, SoundSource, make_params, read_result
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.speech.instructions import CANNOT_TRANSLATE
@@ -54,7 +54,7 @@ class _Running:
     """A transcript that has begun: its sound, and the rules that ask for windows of it."""
 
     index: int
-    sound: SoundSource
+    audio: AudioSource
     rules: Transcription
     segments: list[Segment] = field(default_factory=list)
     done_s: float = 0.0
@@ -99,13 +99,13 @@ class TranscriptBatch:
         # By the id of a request: the transcript that its window belongs to, and its first frame.
         self._running: dict[str, tuple[_Running, int]] = {}
 
-    def run(self, sounds: Sequence[Any]) -> Generator[TranscriptDelta, None, None]:
+    def run(self, audios: Sequence[Any]) -> Generator[TranscriptDelta, None, None]:
         """Transcribe all sounds together, and yield what is new as soon as it is final.
 
         Each sound has exactly one delta with a `final`, which has the error if the sound failed. A
         sound is the path of a file, an address, the bytes of a file, or samples with their rate.
         """
-        todo = deque(enumerate(sounds))
+        todo = deque(enumerate(audios))
         try:
             while todo or self._running:
                 # Many sounds begin together, so that their windows share steps. But the text of
@@ -123,24 +123,24 @@ class TranscriptBatch:
             while self._running:
                 self._end(next(iter(self._running.values()))[0])
 
-    def _begin(self, index: int, sound: Any) -> TranscriptDelta:
+    def _begin(self, index: int, audio: Any) -> TranscriptDelta:
         try:
-            running = self._start(index, sound)
+            running = self._start(index, audio)
         except Exception as error:  # a bug fails this sound only, not the others of the call
             final = self._make_failed(index, error)
             return TranscriptDelta(index=index, final=final)
         return self._advance(running, None)
 
-    def _start(self, index: int, sound: Any) -> _Running:
-        item = MediaItem(path=(), modality=_MODALITY, media=_read(sound))
+    def _start(self, index: int, audio: Any) -> _Running:
+        item = MediaItem(path=(), modality=_MODALITY, media=_read(audio))
         opening = self._model.open_pausing(item, pipeline=self._pipeline, scope=PromptScope())
-        opened: SoundSource = run_through(opening)
+        opened: AudioSource = run_through(opening)
         try:
             rules = self._model.start(opened, self._options)
         except BaseException:
             opened.release()
             raise
-        return _Running(index=index, sound=opened, rules=rules)
+        return _Running(index=index, audio=opened, rules=rules)
 
     def _continue(self, request_id: str, output: RequestOutput) -> TranscriptDelta | None:
         """Take the result of a window. Return what is new, or `None` if other windows are due."""
@@ -167,7 +167,7 @@ class TranscriptBatch:
         except StopIteration as end:
             self._end(running)
             final = end.value
-            running.done_s = running.sound.duration_s
+            running.done_s = running.audio.duration_s
         except Exception as error:  # a bug fails this sound only, not the others of the call
             self._end(running)
             final = self._make_failed(running.index, error, running)
@@ -186,18 +186,18 @@ class TranscriptBatch:
                 running.asked_frames.add(each.first_frame)
                 self._running[self._add_window(running, each)] = running, each.first_frame
         # Windows of silence have no segments, but they are done as well.
-        share = request.first_frame / max(1, running.sound.num_frames)
-        running.done_s = max(running.done_s, share * running.sound.duration_s)
+        share = request.first_frame / max(1, running.audio.num_frames)
+        running.done_s = max(running.done_s, share * running.audio.duration_s)
         running.due_frame = request.first_frame
         return running.take_due()
 
     def _add_window(self, running: _Running, request: WindowRequest) -> str:
         params = make_params(request, self._options)
         try:
-            return self._add(running.sound.make_prompt(request), params)
+            return self._add(running.audio.make_prompt(request), params)
         except MissingMediaError:
-            run_through(running.sound.restore_pausing())
-            return self._add(running.sound.make_prompt(request), params)
+            run_through(running.audio.restore_pausing())
+            return self._add(running.audio.make_prompt(request), params)
 
     def _end(self, running: _Running) -> None:
         left = [name for name, (owner, _) in self._running.items() if owner is running]
@@ -205,7 +205,7 @@ class TranscriptBatch:
         for name in left:
             del self._running[name]
         running.rules.close()
-        running.sound.release()
+        running.audio.release()
 
     def _make_failed(
         self, index: int, error: Exception, running: _Running | None = None
@@ -216,23 +216,23 @@ class TranscriptBatch:
             text="".join(segment.text for segment in segments).strip(),
             task=self._options.task,
             language=self._options.language,
-            duration_s=0.0 if running is None else running.sound.duration_s,
+            duration_s=0.0 if running is None else running.audio.duration_s,
             segments=segments,
             usage=SpeechUsage(),
             error=make_failure(error, f"sound {index}"),
         )
 
 
-def _read(sound: Any) -> Any:
+def _read(audio: Any) -> Any:
     """Return the bytes of a sound that is given as the path of a file; others stay as they are."""
-    is_address = isinstance(sound, str) and (":" in sound[:8] and not Path(sound).exists())
-    if is_address or not isinstance(sound, str | os.PathLike):
-        return sound
+    is_address = isinstance(audio, str) and (":" in audio[:8] and not Path(audio).exists())
+    if is_address or not isinstance(audio, str | os.PathLike):
+        return audio
     try:
-        return Path(sound).read_bytes()
+        return Path(audio).read_bytes()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RequestError(f"the file {os.fspath(sound)!r} can't be read: {reason}") from error
+        raise RequestError(f"the file {os.fspath(audio)!r} can't be read: {reason}") from error
 
 
 def _read_result(output: RequestOutput | None) -> WindowResult | None:
@@ -250,13 +250,13 @@ def _make_delta(
     return TranscriptDelta(
         index=running.index,
         segments=tuple(segments),
-        done_s=min(running.done_s, running.sound.duration_s),
-        duration_s=running.sound.duration_s,
+        done_s=min(running.done_s, running.audio.duration_s),
+        duration_s=running.audio.duration_s,
         final=final,
     )
 
 
-class SoundProgress:
+class AudioProgress:
     """A progress bar that counts seconds of sound.
 
     The length of a sound is known when it begins, so the bar becomes longer with each that does.
@@ -278,7 +278,7 @@ def finish_transcripts(deltas: Iterable[TranscriptDelta], *, use_tqdm: bool) -> 
     """Run transcripts to their end, and return them in the order of their sounds."""
     finals: dict[int, Transcript] = {}
     with tqdm(disable=not use_tqdm, unit="s", desc="transcribe") as bar:
-        progress = SoundProgress(bar)
+        progress = AudioProgress(bar)
         for delta in deltas:
             progress.add(delta)
             if delta.final is not None:

@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Lock
 
-from sensorium.engine.speech.sounds import PromptScope
-from sensorium.multimodal.media import MediaItem, PerceptionOptions
-from sensorium.multimodal.pipeline import MediaPipeline, PerceivedItem
+from sensorium.engine.speech.audio import PromptScope
+from sensorium.multimodal.media import MediaItem, ProcessingOptions
+from sensorium.multimodal.pipeline import CachedItem, MediaPipeline
 from sensorium.multimodal.processing.item_worker import SAMPLES
 from sensorium.multimodal.processing.processor import MultiModalProcessor, tokenize
 from sensorium.render.messages import ChatOptions
@@ -44,7 +44,7 @@ _TAG = re.compile(r"<\|[a-z]{2,3}\|>")  # the token of a language
 Cuts = tuple[tuple[int, int], ...]  # the pieces [start, end) of a sound, in samples
 
 
-class PiecedSound:
+class PiecedAudio:
     """A sound with known pieces. It has its samples only if it had to be decoded."""
 
     def __init__(
@@ -56,7 +56,7 @@ class PiecedSound:
         rate: int,
         scope: PromptScope,
         pipeline: MediaPipeline,
-        decoded: PerceivedItem | None,
+        decoded: CachedItem | None,
     ) -> None:
         self.cuts = cuts
         self._item = item  # with its source
@@ -117,14 +117,14 @@ def decode_pausing(
     pipeline: MediaPipeline,
     scope: PromptScope,
     cancelled: Future[None] | None = None,
-) -> Pausing[PerceivedItem]:
+) -> Pausing[CachedItem]:
     """Decode a sound under the limits on all media, and return it with its samples."""
-    options = PerceptionOptions(cache_salt=scope.cache_salt, is_decoded_only=True)
-    (decoded,) = yield from pipeline.perceive_pausing([item], options, cancelled=cancelled)
+    options = ProcessingOptions(cache_salt=scope.cache_salt, is_decoded_only=True)
+    (decoded,) = yield from pipeline.process_pausing([item], options, cancelled=cancelled)
     return decoded
 
 
-def get_samples(decoded: PerceivedItem) -> Samples:
+def get_samples(decoded: CachedItem) -> Samples:
     """Return the samples of a decoded sound, which is still held."""
     kwargs = decoded.handle.kwargs
     if kwargs is None:
@@ -164,7 +164,7 @@ class ChatSpeechModel:
         pipeline: MediaPipeline,
         scope: PromptScope,
         cancelled: Future[None] | None = None,
-    ) -> Pausing[PiecedSound]:
+    ) -> Pausing[PiecedAudio]:
         """Return a sound with its pieces. It is decoded only if its pieces are not known."""
         item, digest = yield from pipeline.identify_pausing(item, cancelled=cancelled)
         key, decoded, rate = (digest, scope.cache_salt), None, self._get_rate()
@@ -175,14 +175,14 @@ class ChatSpeechModel:
             )
             cuts = tuple(find_cuts(get_samples(decoded), rate, max_s=self.max_s))
             self.tables.put(key, cuts)
-        return PiecedSound(
+        return PiecedAudio(
             item, digest, cuts, rate=rate, scope=scope, pipeline=pipeline, decoded=decoded
         )
 
     def check(self, options: SpeechOptions) -> None:
         self.render(options)
 
-    def start(self, sound: PiecedSound, options: SpeechOptions) -> Transcription:
+    def start(self, audio: PiecedAudio, options: SpeechOptions) -> Transcription:
         """Return the rules of a transcript. The prompt is rendered at the first step."""
         prompt_token_ids, rate = self.render(options), self._get_rate()
 
@@ -197,7 +197,7 @@ class ChatSpeechModel:
             )
 
         transcript = yield from transcribe_cuts(
-            sound.cuts,
+            audio.cuts,
             rate,
             make_request=make_request,
             read=self._read,

@@ -49,7 +49,7 @@ STEP = RATE // 4  # samples that are looked at at once, so that the event loop i
 _MS_PER_S = 1000
 
 
-class SoundTranscriber(Protocol):
+class AudioTranscriber(Protocol):
     """A transcriber of whole sounds, such as `AsyncTranscriber`."""
 
     def check(self, options: SpeechOptions) -> None:
@@ -111,7 +111,7 @@ class TurnSource:
 
     def __init__(
         self,
-        transcriber: SoundTranscriber,
+        transcriber: AudioTranscriber,
         *,
         make_detector: Callable[[], VoiceDetector] = SileroDetector,
     ) -> None:
@@ -136,7 +136,7 @@ class TurnSession(EventQueue):
 
     def __init__(
         self,
-        transcriber: SoundTranscriber,
+        transcriber: AudioTranscriber,
         options: LiveOptions,
         *,
         make_detector: Callable[[], VoiceDetector],

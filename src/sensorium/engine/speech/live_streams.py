@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.sound_request import SoundRequest
+from sensorium.engine.audio_request import AudioRequest
 from sensorium.engine.speech.live import MAX_WAITING_S, STEP, EventQueue, make_item_id, to_ms
 from sensorium.engine.speech.streamed import StreamedModel
 from sensorium.speech.formats import TextDeltas
@@ -66,7 +66,7 @@ class _Item:
     """What is said until the next commit, and the request that writes it down."""
 
     item_id: str
-    request: SoundRequest
+    request: AudioRequest
     num_prompt_tokens: int
     needs_logprobs: bool
     num_samples: int = 0
@@ -218,7 +218,7 @@ class StreamSession(EventQueue):
     async def _begin(self, item_id: str) -> _Item:
         """Start the request of an item."""
         options, processor = self._options, self._model.processor
-        request = await self._engine.open_sound(
+        request = await self._engine.open_audio(
             SamplingParams(
                 temperature=0.0,
                 max_tokens=None,

@@ -9,18 +9,18 @@ from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from sensorium.checkpoints.files import read_json
-from sensorium.engine.build.frontend import Frontend
+from sensorium.engine.assembly.frontend import Frontend
+from sensorium.engine.speech.audio import AudioSource, PromptScope, WholeAudio, WithAudioProcessor
 from sensorium.engine.speech.chat_models import read_chat_model
-from sensorium.engine.speech.recognisers import read_recogniser
-from sensorium.engine.speech.sounds import PromptScope, Sound, SoundSource, WithSoundProcessor
+from sensorium.engine.speech.ctc_transducer import read_ctc_transducer
 from sensorium.engine.speech.streamed import StreamedModel
 from sensorium.models.encoder_decoder import WINDOW_S
 from sensorium.models.generation_config import load_bans
 from sensorium.multimodal.media import MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
-from sensorium.multimodal.processing.recognisers import RecogniserProcessor
-from sensorium.multimodal.processing.sound_streams import StreamedSoundProcessor
-from sensorium.multimodal.processing.sounds import SoundProcessor
+from sensorium.multimodal.processing.audio import AudioProcessor
+from sensorium.multimodal.processing.ctc_transducer import CtcTransducerProcessor
+from sensorium.multimodal.processing.streaming_audio import StreamingAudioProcessor
 from sensorium.speech.languages import NAMES, find_code
 from sensorium.speech.options import SpeechOptions
 from sensorium.speech.pieces import transcribe_pieces
@@ -35,7 +35,7 @@ from sensorium.speech.windows import Transcription
 from sensorium.types.errors import RequestError
 from sensorium.utils.pausing import Pausing
 
-_Sound = TypeVar("_Sound", bound=SoundSource)
+_Audio = TypeVar("_Audio", bound=AudioSource)
 
 
 class TextTokens:
@@ -78,7 +78,7 @@ def _make_byte_table() -> dict[str, int]:
     return table | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-class SpeechModel(Protocol[_Sound]):
+class SpeechModel(Protocol[_Audio]):
     """A model that transcribes: what it can do, and the rules by which it does so."""
 
     @property
@@ -97,7 +97,7 @@ class SpeechModel(Protocol[_Sound]):
         pipeline: MediaPipeline,
         scope: PromptScope,
         cancelled: Future[None] | None = None,
-    ) -> Pausing[_Sound]:
+    ) -> Pausing[_Audio]:
         """Return a sound that is ready to be transcribed. The caller has to release it.
 
         `pipeline` does not serve the core. The generator pauses while the sound is fetched. Raise a
@@ -109,7 +109,7 @@ class SpeechModel(Protocol[_Sound]):
         """Raise a `RequestError` if the model can't do what the options ask for."""
         ...
 
-    def start(self, sound: _Sound, options: SpeechOptions) -> Transcription:
+    def start(self, audio: _Audio, options: SpeechOptions) -> Transcription:
         """Return the rules of one transcript, as a generator.
 
         Raise a `RequestError` if the model can't do what the options ask for.
@@ -118,10 +118,10 @@ class SpeechModel(Protocol[_Sound]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhisperModel(WithSoundProcessor):
+class WhisperModel(WithAudioProcessor):
     """A Whisper: its processor for sounds, its tokens and its settings."""
 
-    processor: SoundProcessor
+    processor: AudioProcessor
     tokenizer: TextTokens
     tokens: WhisperTokens
     settings: WhisperSettings
@@ -138,25 +138,25 @@ class WhisperModel(WithSoundProcessor):
             self.tokens.find_language(options.language)
         encode_prompt(options.prompt, self.tokens, self.tokenizer)
 
-    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+    def start(self, audio: WholeAudio, options: SpeechOptions) -> Transcription:
         return transcribe_whisper(
             self.tokens,
             self.tokenizer,
-            num_frames=sound.num_frames,
-            duration_s=sound.duration_s,
+            num_frames=audio.num_frames,
+            duration_s=audio.duration_s,
             options=options,
             settings=self.settings,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceModel(WithSoundProcessor):
+class PieceModel(WithAudioProcessor):
     """A model that writes down one short sound at a time, such as Moonshine.
 
     Its segments are the pieces that a long sound is cut into, so their times are coarse.
     """
 
-    processor: SoundProcessor
+    processor: AudioProcessor
     tokenizer: TextTokens
     end_ids: frozenset[int]
     max_positions: int  # of the decoder
@@ -171,12 +171,12 @@ class PieceModel(WithSoundProcessor):
             reason = f"{options.language[:50]!r} is no known language"
             raise RequestError(reason, path=("language",))
 
-    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+    def start(self, audio: WholeAudio, options: SpeechOptions) -> Transcription:
         self.check(options)
         if options.language is not None:
             options = replace(options, language=find_code(options.language))
         return transcribe_pieces(
-            sound.get_samples(),
+            audio.get_samples(),
             self.processor.sampling_rate,
             max_s=WINDOW_S,
             prompt_token_ids=self.processor.start_token_ids,
@@ -196,8 +196,8 @@ def read_speech_model(
     """
     processor, config = frontend.processor, frontend.checkpoint.hf_config
     directory = frontend.checkpoint.directory
-    if isinstance(processor.beside, RecogniserProcessor):
-        return read_recogniser(processor.beside, processor.tokenizer, config)
+    if isinstance(processor.beside, CtcTransducerProcessor):
+        return read_ctc_transducer(processor.beside, processor.tokenizer, config)
     tokenizer = TextTokens(processor.tokenizer)
     if processor.beside is None:
         return read_chat_model(
@@ -207,7 +207,7 @@ def read_speech_model(
             folder=directory.name,
             chat_template=chat_template,
         )
-    if isinstance(processor.beside, StreamedSoundProcessor):
+    if isinstance(processor.beside, StreamingAudioProcessor):
         return StreamedModel(
             processor=processor.beside,
             tokenizer=tokenizer,

@@ -6,19 +6,19 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sensorium.engine.speech.sounds import Sound, WithSoundProcessor
-from sensorium.multimodal.processing.sound_streams import StreamedSoundProcessor
-from sensorium.speech.options import SpeechOptions, check_sound_alone
+from sensorium.engine.speech.audio import WholeAudio, WithAudioProcessor
+from sensorium.multimodal.processing.streaming_audio import StreamingAudioProcessor
+from sensorium.speech.options import SpeechOptions, check_audio_alone
 from sensorium.speech.pieces import PieceText, transcribe_cuts
 from sensorium.speech.whisper_tokens import SpeechTokenizer
 from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedModel(WithSoundProcessor):
+class StreamedModel(WithAudioProcessor):
     """A model that writes down a sound of any length as one text, without times."""
 
-    processor: StreamedSoundProcessor
+    processor: StreamingAudioProcessor
     tokenizer: SpeechTokenizer
     silent_ids: Collection[int]  # tokens that stand for no text
     can_translate: bool = False
@@ -26,19 +26,19 @@ class StreamedModel(WithSoundProcessor):
     has_words: bool = False
 
     def check(self, options: SpeechOptions) -> None:
-        check_sound_alone(options)
+        check_audio_alone(options)
 
-    def start(self, sound: Sound, options: SpeechOptions) -> Transcription:
+    def start(self, audio: WholeAudio, options: SpeechOptions) -> Transcription:
         """Return the rules of one transcript: the whole sound is one window and one segment."""
         self.check(options)
         rate = self.processor.sampling_rate
-        num_positions = sound.num_positions
+        num_positions = audio.num_positions
 
         def make_request(start: int, end: int) -> WindowRequest:
             del start, end
             return WindowRequest(
                 first_frame=0,
-                num_frames=sound.num_frames,
+                num_frames=audio.num_frames,
                 prompt_token_ids=self.processor.start_token_ids,
                 max_tokens=num_positions,
                 temperature=options.temperature or 0.0,
@@ -51,7 +51,7 @@ class StreamedModel(WithSoundProcessor):
             return PieceText(text=text, kept=kept, num_audio_tokens=num_positions)
 
         return transcribe_cuts(
-            [(0, math.ceil(sound.duration_s * rate))],
+            [(0, math.ceil(audio.duration_s * rate))],
             rate,
             make_request=make_request,
             read=read,

@@ -9,8 +9,8 @@ from contextlib import closing
 from typing import Any
 
 from sensorium.engine.async_engine import AsyncEngine
+from sensorium.engine.speech.audio import AudioSource, PromptScope, make_params, read_result
 from sensorium.engine.speech.models import SpeechModel
-from sensorium.engine.speech.sounds import PromptScope, SoundSource, make_params, read_result
 from sensorium.multimodal.media import MediaBytes, MediaItem
 from sensorium.multimodal.pipeline import MediaPipeline
 from sensorium.speech.options import SpeechOptions
@@ -64,12 +64,12 @@ class AsyncTranscriber:
         decoded, or if the model can't do what the options ask for. Closing the generator aborts the
         transcript.
         """
-        sound = await self._open(media, PromptScope(cache_salt=cache_salt))
-        windows = _Windows(self._engine, sound, options, request_id)
+        audio = await self._open(media, PromptScope(cache_salt=cache_salt))
+        windows = _Windows(self._engine, audio, options, request_id)
         try:
-            with closing(self._model.start(sound, options)) as rules:
+            with closing(self._model.start(audio, options)) as rules:
                 result: WindowResult | None = None
-                while not isinstance(step := await _advance_apart(rules, result), Transcript):
+                while not isinstance(step := await _advance_alone(rules, result), Transcript):
                     result = None
                     if isinstance(step, Segment):
                         yield step
@@ -79,19 +79,19 @@ class AsyncTranscriber:
             try:
                 await windows.close()
             finally:  # also if it is cancelled once more
-                sound.release()
+                audio.release()
         yield step
 
-    async def _open(self, media: bytes | MediaBytes, scope: PromptScope) -> SoundSource:
+    async def _open(self, media: bytes | MediaBytes, scope: PromptScope) -> AudioSource:
         source = media if isinstance(media, MediaBytes) else MediaBytes(media)
         item = MediaItem(path=_FIELD, modality=_MODALITY, media=source)
 
-        def begin(pipeline: MediaPipeline, cancelled: Future[None]) -> Pausing[SoundSource]:
+        def begin(pipeline: MediaPipeline, cancelled: Future[None]) -> Pausing[AudioSource]:
             return self._model.open_pausing(
                 item, pipeline=pipeline, scope=scope, cancelled=cancelled
             )
 
-        return await self._engine.perceive(
+        return await self._engine.process_media(
             _MODALITY, begin, drop=lambda unwanted: unwanted.release()
         )
 
@@ -100,10 +100,10 @@ class _Windows:
     """The windows of one transcript that the engine decodes: the due one, and some that follow."""
 
     def __init__(
-        self, engine: AsyncEngine, sound: SoundSource, options: SpeechOptions, request_id: str
+        self, engine: AsyncEngine, audio: AudioSource, options: SpeechOptions, request_id: str
     ) -> None:
         self._engine = engine
-        self._sound = sound
+        self._audio = audio
         self._options = options
         self._request_id = request_id
         self._tasks: dict[int, asyncio.Task[WindowResult]] = {}  # by the first frame of a window
@@ -127,16 +127,16 @@ class _Windows:
             return await self._generate(request)
         except MissingMediaError:
             async with self._restoring:  # the sound is needed once for all windows
-                await self._engine.perceive(
+                await self._engine.process_media(
                     _MODALITY,
-                    lambda _, cancelled: self._sound.restore_pausing(cancelled),
+                    lambda _, cancelled: self._audio.restore_pausing(cancelled),
                     drop=lambda _: None,
                 )
             return await self._generate(request)
 
     async def _generate(self, request: WindowRequest) -> WindowResult:
         output = await self._engine.generate(
-            self._sound.make_prompt(request),
+            self._audio.make_prompt(request),
             make_params(request, self._options),
             request_id=self._request_id,
             group=self._request_id,
@@ -144,7 +144,7 @@ class _Windows:
         return read_result(output)
 
 
-async def _advance_apart(
+async def _advance_alone(
     rules: Transcription, result: WindowResult | None
 ) -> WindowRequest | Segment | Transcript:
     """Run `_advance` in a thread, because the times of words take up to half a second.

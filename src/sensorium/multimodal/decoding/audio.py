@@ -18,7 +18,7 @@ from sensorium.multimodal.decoding.guards import (
     SOUND_FRAME_S,
     WorkBudget,
     check_duration,
-    estimate_sound_s,
+    estimate_audio_s,
     get_first_stream,
     open_container,
     refuse_if_longer,
@@ -47,7 +47,7 @@ def decode_audio(
     budget = budget or WorkBudget()
     with open_container(data, "a sound", max_pixels=_COVER_PIXELS) as container:
         stream = get_first_stream(container.streams.audio, "this file has no audio track")
-        budget.expect(estimate_sound_s(check_duration(container, stream, limits.max_duration_s)))
+        budget.expect(estimate_audio_s(check_duration(container, stream, limits.max_duration_s)))
         check_rate(rate := stream.rate)
         mono = _read_mono(container.decode(stream), rate, limits.max_duration_s, budget)
         if container.format.name == "ogg" and stream.duration is not None:
@@ -102,7 +102,7 @@ def _read_mono(
         num_samples += frame.samples
         refuse_if_longer(num_samples / rate, max_duration_s)
         # The number of frames is not limited by the duration: one may have a single sample.
-        budget.spend(estimate_sound_s(frame.samples / rate) + SOUND_FRAME_S)
+        budget.spend(estimate_audio_s(frame.samples / rate) + SOUND_FRAME_S)
         values = _read_samples(frame)
         if not frame.format.is_planar:
             values = values.reshape(-1, frame.layout.nb_channels).T

@@ -147,7 +147,7 @@ def estimate_frames_s(num_frames: int, width: int, height: int) -> float:
     return num_frames * (width * height / _PIXELS_PER_S + _FRAME_S)
 
 
-def estimate_sound_s(duration_s: float) -> float:
+def estimate_audio_s(duration_s: float) -> float:
     """Return an estimate of the seconds it takes to decode and process a sound.
 
     `duration_s` is the length of the sound in seconds.

@@ -89,12 +89,12 @@ def _write_image(file: io.BytesIO, pixels: Any) -> None:
     Image.fromarray(pixels).save(file, "PNG")
 
 
-def _write_sound(file: io.BytesIO, samples: Any) -> None:
-    with wave.open(file, "wb") as sound:
-        sound.setnchannels(1)
-        sound.setsampwidth(2)
-        sound.setframerate(_RATE)
-        sound.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+def _write_audio(file: io.BytesIO, samples: Any) -> None:
+    with wave.open(file, "wb") as audio:
+        audio.setnchannels(1)
+        audio.setsampwidth(2)
+        audio.setframerate(_RATE)
+        audio.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
 
 
 def _write_video(file: io.BytesIO, frames: Any) -> None:
@@ -110,4 +110,4 @@ def _write_video(file: io.BytesIO, frames: Any) -> None:
         container.mux(stream.encode(None))
 
 
-_WRITERS = {"image": _write_image, "audio": _write_sound, "video": _write_video}
+_WRITERS = {"image": _write_image, "audio": _write_audio, "video": _write_video}

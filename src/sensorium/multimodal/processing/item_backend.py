@@ -28,8 +28,8 @@ from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.decoding.guards import (
     CostlyItemError,
+    estimate_audio_s,
     estimate_frames_s,
-    estimate_sound_s,
     limit_memory_growth,
 )
 from sensorium.multimodal.decoding.images import check_num_pixels, read_header_size
@@ -270,7 +270,7 @@ def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float 
         media = media[0]  # the second entry is a rate, or the metadata of frames
     num_values = _count_values(media)
     if modality == "audio":
-        return estimate_sound_s(num_values / _UNKNOWN_RATE)
+        return estimate_audio_s(num_values / _UNKNOWN_RATE)
     return estimate_frames_s(1, num_values // 3, 1)
 
 

@@ -89,8 +89,8 @@ class _Window:
     """
 
     processor_kwargs: Mapping[str, Any]
-    heard: int = 0  # the longest sound that was taken to its end
-    unheard: int | None = None  # the shortest one that was not; `None` if there was none
+    accepted: int = 0  # the longest sound that was taken to its end
+    rejected: int | None = None  # the shortest one that was not; `None` if there was none
     is_exact: bool = False  # no longer sound is taken to its end, apart from the tolerance
 
     def excludes(self, num_samples: int) -> bool:
@@ -98,10 +98,10 @@ class _Window:
 
         Call this only for lengths above `heard`.
         """
-        return self.is_exact or (self.unheard is not None and num_samples >= self.unheard)
+        return self.is_exact or (self.rejected is not None and num_samples >= self.rejected)
 
 
-class Hearing:
+class LengthCheck:
     """A check whether the model's processor would cut off the end of a sound.
 
     It remembers what trials with the processor have shown. Don't use it in two threads at once,
@@ -120,19 +120,19 @@ class Hearing:
         `num_samples` is the length of the sound at the model's sampling rate. The last 0.05 s may
         be cut off.
         """
-        if self._processor.takes_whole_sounds:
+        if self._processor.takes_whole_audio:
             return
         key = repr(sorted(processor_kwargs.items()))
         window = self._windows.get(key) or _Window(processor_kwargs)
         self._windows.put(key, window)
         num_needed = num_samples - self._num_tolerated
-        if num_needed > window.heard and not window.excludes(num_needed):
+        if num_needed > window.accepted and not window.excludes(num_needed):
             self._explore(window, num_samples)
-        if num_needed <= window.heard:
+        if num_needed <= window.accepted:
             return
         limit = "this model would cut off its end"
         if window.is_exact:
-            limit = f"this model takes at most {window.heard / self._rate:.4g} s"
+            limit = f"this model takes at most {window.accepted / self._rate:.4g} s"
         raise RequestError(
             f"the sound is {num_samples / self._rate:.4g} s long; {limit}: send it in pieces"
         )
@@ -147,32 +147,32 @@ class Hearing:
         usual = _USUAL_WINDOW_S * self._rate
         candidates = sorted({c for c in self._iter_candidates() if c <= max(num_samples, usual)})
         for length in [c for c in candidates if c <= usual][-1:]:
-            self._is_heard(window, length)
-        known = [window.heard] if window.heard in candidates else []
-        if num_samples <= window.heard or self._ends_at_one_of(known, window):
+            self._is_taken(window, length)
+        known = [window.accepted] if window.accepted in candidates else []
+        if num_samples <= window.accepted or self._ends_at_one_of(known, window):
             return
-        if not self._is_heard(window, num_samples):
+        if not self._is_taken(window, num_samples):
             self._ends_at_one_of([c for c in reversed(candidates) if c < num_samples], window)
 
     def _ends_at_one_of(self, lengths: Iterable[int], window: _Window) -> bool:
         for length in lengths:
             beyond = length + 2 * self._num_tolerated
-            if self._is_heard(window, length) and not self._is_heard(window, beyond):
+            if self._is_taken(window, length) and not self._is_taken(window, beyond):
                 window.is_exact = True
                 return True
         return False
 
-    def _is_heard(self, window: _Window, num_samples: int) -> bool:
+    def _is_taken(self, window: _Window, num_samples: int) -> bool:
         """Return True if the processor takes a sound of this length to its end.
 
         If `window` does not decide that yet, a trial is run, and its result is noted in `window`.
         """
-        if num_samples > window.heard and not window.excludes(num_samples):
+        if num_samples > window.accepted and not window.excludes(num_samples):
             if self._ask(num_samples, window.processor_kwargs):
-                window.heard = num_samples
+                window.accepted = num_samples
             else:
-                window.unheard = num_samples
-        return num_samples <= window.heard
+                window.rejected = num_samples
+        return num_samples <= window.accepted
 
     def _ask(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> bool:
         """Return True if the processor's result depends on the last part of a sound of this length.
@@ -186,8 +186,8 @@ class Hearing:
         loud[-num_changed:] = np.random.default_rng(0).uniform(-0.5, 0.5, num_changed)
         try:
             first, second = (
-                self._processor.process_item("audio", sound, processor_kwargs).kwargs
-                for sound in (silence, loud)
+                self._processor.process_item("audio", audio, processor_kwargs).kwargs
+                for audio in (silence, loud)
             )
         except RequestError:
             return True
@@ -242,7 +242,7 @@ class ItemWorker:
         self._processor = processor
         self.limits = limits
         self._guard = None if own_options is None else CostGuard(processor, limits, own_options)
-        self._hearing = Hearing(processor)
+        self._hearing = LengthCheck(processor)
         self.lock = Lock()
 
     def process(

@@ -22,10 +22,13 @@ from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 from sensorium.checkpoints.first_look import check_files
 from sensorium.models.loading import get_model_class
 from sensorium.multimodal.media import MediaLimits
+from sensorium.multimodal.processing.audio import AudioProcessor
 from sensorium.multimodal.processing.checks import Metadata, check_media
-from sensorium.multimodal.processing.recognisers import RecogniserParts, RecogniserProcessor
-from sensorium.multimodal.processing.sound_streams import find_sound_class
-from sensorium.multimodal.processing.sounds import SoundProcessor
+from sensorium.multimodal.processing.ctc_transducer import (
+    CtcTransducerParts,
+    CtcTransducerProcessor,
+)
+from sensorium.multimodal.processing.streaming_audio import find_audio_class
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.multimodal import MODALITIES, ItemLayout, MultiModalKwargsItem, ProcessedItem
 
@@ -128,7 +131,7 @@ ProcessorResult = tuple[MultiModalKwargsItem, str]  # tensors, and what a marker
 
 
 def call_voxtral(
-    processor: Any, sound: object, processor_kwargs: Mapping[str, object]
+    processor: Any, audio: object, processor_kwargs: Mapping[str, object]
 ) -> ProcessorResult:
     """Process a sound for Voxtral, and return its tensors and its text in a prompt.
 
@@ -142,7 +145,7 @@ def call_voxtral(
         )
     extractor = processor.feature_extractor
     features = extractor(
-        sound,
+        audio,
         sampling_rate=extractor.sampling_rate,
         padding=True,
         truncation=False,
@@ -194,10 +197,10 @@ class MultiModalProcessor:
         self._token_ids = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in MODALITIES
         }
-        sounds = find_sound_class(config)
-        is_multimodal = sounds is not None or any(i is not None for i in self._token_ids.values())
+        audios = find_audio_class(config)
+        is_multimodal = audios is not None or any(i is not None for i in self._token_ids.values())
         kind: Any = AutoProcessor if is_multimodal else AutoTokenizer
-        kind = RecogniserParts if sounds is RecogniserProcessor else kind
+        kind = CtcTransducerParts if audios is CtcTransducerProcessor else kind
         check_files(model, needs_processor=is_multimodal)
         try:
             loaded: Any = kind.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -208,11 +211,11 @@ class MultiModalProcessor:
         self._call_own = PROCESSOR_CALLS.get(config.model_type)
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
         # For models that attend to a sound beside their prompt. No marker stands for it.
-        self.beside: SoundProcessor | None = None
-        if sounds is not None:
+        self.beside: AudioProcessor | None = None
+        if audios is not None:
             model_class = get_model_class(model, config, trust_remote_code=trust_remote_code)
-            self.beside = sounds(model_class, config, loaded)
-        self.takes_whole_sounds = self._call_own is not None or sounds is not None
+            self.beside = audios(model_class, config, loaded)
+        self.takes_whole_audio = self._call_own is not None or audios is not None
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
 
     @property

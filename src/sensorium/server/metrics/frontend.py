@@ -15,7 +15,7 @@ from sensorium.server.metrics.totals import Totals
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector
 
-    from sensorium.engine.build.frontend import Caches, Perception
+    from sensorium.engine.assembly.frontend import Caches, MediaParts
     from sensorium.multimodal.fetching.fetch import FetchStatistics
     from sensorium.multimodal.pool.pool import PoolStatistics
     from sensorium.types.sampling import SamplingParams
@@ -82,7 +82,7 @@ class FrontendMetrics:
 
     # ---- counts of other parts
 
-    def sync(self, *, perception: Perception | None = None, num_preparing: int = 0) -> None:
+    def sync(self, *, media_parts: MediaParts | None = None, num_preparing: int = 0) -> None:
         """Copy into the metrics the counts that other parts of this frontend keep.
 
         These are the number of requests that are not sent to the core yet and, if `perception` is
@@ -90,19 +90,19 @@ class FrontendMetrics:
         microseconds. It is called at the end of each response and about once a second.
         """
         self._metrics.gauge("sensorium:num_requests_preparing").set(num_preparing)
-        if perception is None:
+        if media_parts is None:
             return
-        self._sync_caches(perception.caches)
-        if perception.tiers is not None:
-            self._totals.follow_tiers(perception.tiers, with_contents=False)
-        if perception.apart is not None:
-            for outcome, count in perception.apart.backend.get_counts().items():
+        self._sync_caches(media_parts.caches)
+        if media_parts.tiers is not None:
+            self._totals.follow_tiers(media_parts.tiers, with_contents=False)
+        if media_parts.apart is not None:
+            for outcome, count in media_parts.apart.backend.get_counts().items():
                 self._totals.follow("sensorium:apart_items_total", count, outcome)
-        self._sync_loader(perception.loader.statistics())
-        joined = perception.pipeline.flights.num_joined
+        self._sync_loader(media_parts.loader.statistics())
+        joined = media_parts.pipeline.flights.num_joined
         self._totals.follow("sensorium:items_joined_total", joined)
-        if perception.pool is not None:
-            self._sync_pool(perception.pool.statistics())
+        if media_parts.pool is not None:
+            self._sync_pool(media_parts.pool.statistics())
 
     def _sync_caches(self, caches: Caches) -> None:
         """Copy into the metrics the counts of the media caches of this frontend.

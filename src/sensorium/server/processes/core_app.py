@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sensorium.engine.build.builder import Core, build_core, try_core, use_tiers
-from sensorium.engine.build.config import make_scheduler
-from sensorium.engine.build.frontend import (
+from sensorium.engine.assembly.builder import Core, build_core, try_core, use_tiers
+from sensorium.engine.assembly.config import make_scheduler
+from sensorium.engine.assembly.frontend import (
     Checkpoint,
     build_caches,
     build_frontend,
     build_receiver,
     read_checkpoint,
 )
-from sensorium.engine.build.memory import format_bytes
-from sensorium.engine.build.options import LoadingOptions
-from sensorium.engine.build.tiers import build_tiers
+from sensorium.engine.assembly.memory import format_bytes
+from sensorium.engine.assembly.options import LoadingOptions
+from sensorium.engine.assembly.tiers import build_tiers
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.core_process.core_loop import CoreLoop
 from sensorium.engine.core_process.rehearsal import Rehearsal
@@ -98,7 +98,7 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
     if start.pulse_fd is None:
         return make_loop()
     pulse = Pulse.attach(start.pulse_fd)
-    built.adapter.call_before_blocks(pulse.beat)
+    built.hf_model.call_before_blocks(pulse.beat)
     listen_for_long_work(pulse.note_long_work)
     pulse.beat()  # from now on the parent watches the signs of life
     idle_s = get_idle_interval(start.options.core_stall_timeout)
@@ -123,7 +123,7 @@ def _try_core(
     )
     frontend = build_frontend(loading, checkpoint, alone, build_caches(alone, None))
     restrictions = try_core(built, frontend, options.engine.limit_mm_per_prompt)
-    frontend.perception.close()
+    frontend.media_parts.close()
     return restrictions
 
 
@@ -136,11 +136,11 @@ def describe_core(
     """
     config, limits = built.config, built.config.limits
     names = {family.model_type: family.name for family in FAMILIES}
-    dtype = str(built.adapter.dtype).removeprefix("torch.")
+    dtype = str(built.hf_model.dtype).removeprefix("torch.")
     rows = [
         ("model", options.model_label),
         ("family", names.get(model_type, f"{model_type} (unknown; passed its trial)")),
-        ("device", f"{built.adapter.device}, {dtype}, attention by {config.attention_backend}"),
+        ("device", f"{built.hf_model.device}, {dtype}, attention by {config.attention_backend}"),
         ("CUDA graphs", config.graphs),
         ("fused", config.fused),
         ("context", f"{limits.max_model_len} tokens"),

@@ -15,22 +15,22 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sensorium.engine.async_engine import AsyncEngine
-from sensorium.engine.build.builder import resolve_string_limit
-from sensorium.engine.build.config import resolve_context
-from sensorium.engine.build.frontend import (
+from sensorium.engine.assembly.builder import resolve_string_limit
+from sensorium.engine.assembly.config import resolve_context
+from sensorium.engine.assembly.frontend import (
     Caches,
     Checkpoint,
     Frontend,
     MakeEncoder,
-    Perception,
+    MediaParts,
     build_caches,
     build_frontend,
     build_readonly_caches,
     read_checkpoint,
 )
-from sensorium.engine.build.options import MediaOptions
-from sensorium.engine.build.tiers import build_tiers
+from sensorium.engine.assembly.options import MediaOptions
+from sensorium.engine.assembly.tiers import build_tiers
+from sensorium.engine.async_engine import AsyncEngine
 from sensorium.engine.core_process import CoreInfo
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import Dummy, warm_up
@@ -43,7 +43,7 @@ from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.generation_config import load_generation_defaults
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.sound_streams import can_chat
+from sensorium.multimodal.processing.streaming_audio import can_chat
 from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
@@ -95,7 +95,7 @@ class FrontendApp:
     """
 
     engine: AsyncEngine
-    perception: Perception
+    media_parts: MediaParts
     answers: AnswerFormat
     info: CoreInfo | None  # stands for that of a core, if the server has none
     speech: SpeechModel[Any] | None  # None: the model is no speech model
@@ -139,17 +139,17 @@ def build_frontend_app(
         inputs = _make_inputs(options, frontend, seed=engine_options.seed + index)
         info = make_render_info(options, checkpoint) if is_alone else None
     template = load_chat_template(options.chat_template)
-    engine = make_engine(inputs, frontend.perception, identity=identity, chat_template=template)
+    engine = make_engine(inputs, frontend.media_parts, identity=identity, chat_template=template)
     answers = _make_answer_format(
         options, frontend.processor, template, max_string_length=string_limit
     )
     dummies = _warm_up(engine) if options.warmup else []
-    pool = frontend.perception.pool
+    pool = frontend.media_parts.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
         pool.start()
     return FrontendApp(
         engine=engine,
-        perception=frontend.perception,
+        media_parts=frontend.media_parts,
         answers=answers,
         info=info,
         speech=read_speech_model(frontend, chat_template=template),
@@ -161,8 +161,8 @@ def build_frontend_app(
 def _make_inputs(options: ServeOptions, frontend: Frontend, *, seed: int) -> InputProcessor:
     return InputProcessor(
         frontend.processor,
-        pipeline=frontend.perception.pipeline,
-        readonly=frontend.perception.readonly,
+        pipeline=frontend.media_parts.pipeline,
+        readonly=frontend.media_parts.readonly,
         defaults=GenerationDefaults(),
         limit_mm_per_prompt=options.engine.limit_mm_per_prompt,
         mm_processor_kwargs=options.media.mm_processor_kwargs,
@@ -196,7 +196,7 @@ async def finish_warm_up(
     each modality, and all processes of the pool are ready, or can't be started. Raises a
     `ModelError` if not even text can be computed.
     """
-    pool = app.perception.pool
+    pool = app.media_parts.pool
     if pool is not None:
         pool.start()  # now, so that it imports while the core computes
     if has_core:
@@ -269,24 +269,24 @@ def run_frontend(
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(run())
     finally:
-        app.perception.close()
+        app.media_parts.close()
 
 
 async def _serve(
     start: StartFrontend, app: FrontendApp, messages: Messages, report_serving: Callable[[], None]
 ) -> None:
-    options, perception, engine = start.options, app.perception, app.engine
+    options, media_parts, engine = start.options, app.media_parts, app.engine
     write_as(get_frontend_name(start.index))
     metrics = FrontendMetrics(options.model_names[0])
 
     def sync() -> None:
         num_preparing = engine.get_statistics().num_preparing
-        metrics.sync(perception=perception, num_preparing=num_preparing)
+        metrics.sync(media_parts=media_parts, num_preparing=num_preparing)
 
     def on_started() -> None:
         report_serving()
-        if perception.pool is not None:
-            perception.pool.start()  # if it was not; until it is ready, this process does its work
+        if media_parts.pool is not None:
+            media_parts.pool.start()  # if it was not; until it is ready, this process does its work
 
     counts = SharedNumbers.attach(start.counts_fd).values
     speech = None if options.is_render_only else app.speech

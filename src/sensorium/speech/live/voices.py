@@ -63,11 +63,11 @@ class SileroDetector:
         logits = np.maximum(hidden, 0.0) @ weights["final_conv.weight"][0, :, 0]
         return [float(each) for each in _sigmoid(logits + weights["final_conv.bias"][0])]
 
-    def _encode(self, sounds: Samples) -> Samples:
+    def _encode(self, audios: Samples) -> Samples:
         """Return the features of frames with their contexts, as (number of frames, 128)."""
         # numpy's own functions for padding and windows take longer than the network itself.
-        mirrored = sounds[:, -2 : -2 - _PADDING : -1]
-        windows = np.concatenate([sounds, mirrored], axis=1)[:, _PLACES]
+        mirrored = audios[:, -2 : -2 - _PADDING : -1]
+        windows = np.concatenate([audios, mirrored], axis=1)[:, _PLACES]
         waves = windows @ self._weights["stft_conv.weight"][:, 0].T
         num_bins = _WINDOW // 2 + 1
         found: Samples = np.sqrt(waves[..., :num_bins] ** 2 + waves[..., num_bins:] ** 2)

@@ -13,7 +13,7 @@ from sensorium.layers import kernels
 from sensorium.layers.attention.selection import find_fault
 from sensorium.layers.attention.triton_backend import TritonPagedAttention
 from sensorium.layers.kv_layout import LayerSpec
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.scheduling import KVCacheGroup
 from sensorium.utils.process import long_work
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers
@@ -80,14 +80,14 @@ class GraphParts:
 
 
 def find_graph_parts(
-    adapter: ModelAdapter, layers: Sequence[LayerSpec], *, block_size: int
+    hf_model: HfModel, layers: Sequence[LayerSpec], *, block_size: int
 ) -> GraphParts | str:
     """Return the kernels and recorders for CUDA graphs, or the reason why none can be captured.
 
     The kernels are first run once for each kind of layer on the adapter's device. The reason is a
     text: the kernels are not available on the device, that run failed, or its results were wrong.
     """
-    device, dtype = adapter.device, adapter.dtype
+    device, dtype = hf_model.device, hf_model.dtype
     if (obstacle := kernels.find_obstacle(device)) is not None:
         return obstacle
     try:
@@ -110,7 +110,7 @@ def find_graph_parts(
 
 
 def build_graphs(
-    adapter: ModelAdapter,
+    hf_model: HfModel,
     options: GraphOptions,
     *,
     layers: Sequence[LayerSpec],
@@ -125,25 +125,25 @@ def build_graphs(
     """
     if options.enforce_eager:
         return Graphs(words="none: they are turned off (enforce_eager)")
-    started, before = monotonic(), _get_used_bytes(adapter.device)
+    started, before = monotonic(), _get_used_bytes(hf_model.device)
     with long_work():
-        parts = find_graph_parts(adapter, layers, block_size=block_size)
+        parts = find_graph_parts(hf_model, layers, block_size=block_size)
         if isinstance(parts, str):
-            _warn("steps run slower, without CUDA graphs: %s", parts, adapter.device)
+            _warn("steps run slower, without CUDA graphs: %s", parts, hf_model.device)
             return Graphs(words=f"none: {parts}")
         sizes = get_decode_sizes(options.max_num_seqs, options.sizes)
         decoding = DecodeGraphs(
-            adapter,
+            hf_model,
             kv_cache=kv_cache,
             groups=groups,
-            buffers=_make_buffers(adapter, options, groups, block_size),
+            buffers=_make_buffers(hf_model, options, groups, block_size),
             kernels=parts.kernels,
             recorder=parts.recorder,
             sizes=sizes,
         )
         token_sizes = get_token_sizes(options.max_num_batched_tokens)
         segments = SegmentGraphs(
-            adapter,
+            hf_model,
             kv_cache=kv_cache,
             num_groups=len(groups),
             kernels=parts.kernels,
@@ -152,29 +152,31 @@ def build_graphs(
         )
         logger.info("capturing CUDA graphs: %d batch sizes of decode steps", len(sizes))
         no_segments: str | None = _SOUNDS
-        has_sounds = adapter.max_cross_positions > 0 or adapter.is_streaming
-        if not has_sounds:
+        has_audio = hf_model.max_cross_positions > 0 or hf_model.is_streaming
+        if not has_audio:
             logger.info("capturing CUDA graphs: %d token counts with prompts", len(token_sizes))
             no_segments = segments.capture(use_tqdm=options.use_tqdm)
         no_decoding = decoding.capture(use_tqdm=options.use_tqdm)
     if no_decoding is not None:
-        _warn("decode steps run slower, without CUDA graphs: %s", no_decoding, adapter.device)
-    if no_segments is not None and not has_sounds:
-        _warn("steps with prompts run slower, without CUDA graphs: %s", no_segments, adapter.device)
-    _log_cost(adapter.device, started, before)
+        _warn("decode steps run slower, without CUDA graphs: %s", no_decoding, hf_model.device)
+    if no_segments is not None and not has_audio:
+        _warn(
+            "steps with prompts run slower, without CUDA graphs: %s", no_segments, hf_model.device
+        )
+    _log_cost(hf_model.device, started, before)
     return Graphs(
         decoding=decoding if no_decoding is None else None,
         segments=segments if no_segments is None else None,
-        encoders=_make_encoder_graphs(adapter, parts.encoder_recorder, options.encoder_bytes),
+        encoders=_make_encoder_graphs(hf_model, parts.encoder_recorder, options.encoder_bytes),
         words=f"decoding {_describe(sizes, no_decoding)}; "
         f"prompts {_describe(token_sizes, no_segments)}",
     )
 
 
 def _make_encoder_graphs(
-    adapter: ModelAdapter, recorder: Recorder, max_bytes: int
+    hf_model: HfModel, recorder: Recorder, max_bytes: int
 ) -> EncoderGraphs | None:
-    return EncoderGraphs(adapter, recorder, max_bytes=max_bytes) if max_bytes else None
+    return EncoderGraphs(hf_model, recorder, max_bytes=max_bytes) if max_bytes else None
 
 
 def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -203,27 +205,27 @@ def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
 
 
 def _make_buffers(
-    adapter: ModelAdapter, options: GraphOptions, groups: Sequence[KVCacheGroup], block_size: int
+    hf_model: HfModel, options: GraphOptions, groups: Sequence[KVCacheGroup], block_size: int
 ) -> DecodeBuffers:
     return DecodeBuffers(
         groups=groups,
         block_size=block_size,
         max_batch=options.max_num_seqs,
         max_model_len=options.max_model_len,
-        max_cross_positions=adapter.max_cross_positions,
-        has_mrope=adapter.has_mrope,
-        has_long_factors=adapter.long_after is not None,
-        sounds=_make_sounds(adapter, options.max_num_seqs),
-        device=adapter.device,
+        max_cross_positions=hf_model.max_cross_positions,
+        has_mrope=hf_model.has_mrope,
+        has_long_factors=hf_model.long_after is not None,
+        audios=_make_audios(hf_model, options.max_num_seqs),
+        device=hf_model.device,
     )
 
 
-def _make_sounds(adapter: ModelAdapter, max_batch: int) -> torch.Tensor | None:
+def _make_audios(hf_model: HfModel, max_batch: int) -> torch.Tensor | None:
     """Return memory for the sounds that a step adds to its tokens, if the model does so."""
-    if not adapter.is_streaming:
+    if not hf_model.is_streaming:
         return None
-    width = int(adapter.text_config.hidden_size)
-    return torch.zeros(max_batch, width, dtype=adapter.dtype, device=adapter.device)
+    width = int(hf_model.text_config.hidden_size)
+    return torch.zeros(max_batch, width, dtype=hf_model.dtype, device=hf_model.device)
 
 
 def _describe(sizes: Sequence[int], reason: str | None) -> str:

@@ -43,7 +43,7 @@ class DecodeInputs:
     is_long: torch.Tensor | None
     cross_lens: torch.Tensor | None  # [B], of media; None if the model has no cross-attention
     # [B, hidden], and [B] in tokens. None if the model does not take sounds while they go on.
-    sounds: torch.Tensor | None
+    audios: torch.Tensor | None
     delays: torch.Tensor | None
     slots: tuple[torch.Tensor, ...]  # per group: [B]
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [B, blocks of the longest request]
@@ -73,10 +73,10 @@ class DecodeBuffers:
         max_cross_positions: int = 0,
         has_mrope: bool,
         has_long_factors: bool,
-        sounds: torch.Tensor | None = None,  # [B, hidden], for models that take sounds
+        audios: torch.Tensor | None = None,  # [B, hidden], for models that take sounds
         device: torch.device,
     ) -> None:
-        self._sounds = sounds
+        self._audios = audios
         self._num_groups = len(groups)
         self._block_size = block_size
         self._has_mrope = has_mrope
@@ -96,7 +96,7 @@ class DecodeBuffers:
         size: int,
         table: RequestTable,
         unread: torch.Tensor | None = None,
-        sounds: torch.Tensor | None = None,
+        audios: torch.Tensor | None = None,
     ) -> DecodeInputs:
         """Copy the rows of a step to the device, padded to `size` rows, and return their tensors.
 
@@ -118,15 +118,15 @@ class DecodeBuffers:
             if uploaded.numel():
                 static[: uploaded.shape[0], : uploaded.shape[1]].copy_(uploaded)
             static[len(rows) : size, :1].zero_()  # padding reads the null block
-        if self._sounds is not None and sounds is not None:
-            self._sounds[: len(rows)].copy_(sounds)
+        if self._audios is not None and audios is not None:
+            self._audios[: len(rows)].copy_(audios)
         return DecodeInputs(
             input_ids=tensors["input_ids"],
             positions=tensors["positions"],
             seq_lens=tensors["seq_lens"],
             is_long=tensors.get("is_long"),
             cross_lens=tensors.get("cross_lens"),
-            sounds=None if self._sounds is None else self._sounds[:size],
+            audios=None if self._audios is None else self._audios[:size],
             delays=tensors.get("delays"),
             slots=tuple(tensors[f"slots{index}"] for index in range(self._num_groups)),
             block_tables=tuple(static[:size] for static in self._tables),
@@ -147,7 +147,7 @@ class DecodeBuffers:
         }
         if self._has_long_factors:
             arrays["is_long"] = _pad(table.is_long[columns.rows], size, 0)
-        if self._sounds is not None:
+        if self._audios is not None:
             arrays["delays"] = _pad(table.delays[columns.rows], size, 0)
         if table.cross_group is not None:
             cross_lens = table.num_cross_positions[columns.rows]

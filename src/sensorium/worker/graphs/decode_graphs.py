@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from sensorium.layers.attention.backend import LayerCache
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.scheduling import KVCacheGroup, find_cross_group
 from sensorium.worker.graphs.decode_buffers import DecodeBuffers, DecodeInputs
 from sensorium.worker.graphs.recorder import (
@@ -125,7 +125,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        hf_model: HfModel,
         *,
         kv_cache: KVCache,
         groups: Sequence[KVCacheGroup],
@@ -134,7 +134,7 @@ class DecodeGraphs:
         recorder: Recorder,
         sizes: Sequence[int],  # ascending
     ) -> None:
-        self._adapter = adapter
+        self._hf_model = hf_model
         self._kv_cache = kv_cache
         self._windows = tuple(group.window for group in groups)
         self._cross_group = find_cross_group(groups)
@@ -174,7 +174,7 @@ class DecodeGraphs:
         recording = self._recorder.record(compute)
         results.logits.fill_(float("nan"))  # so that a replay that writes nothing is noticed
         recording.replay()
-        distance = find_distance(results.logits, logits, self._adapter.dtype)
+        distance = find_distance(results.logits, logits, self._hf_model.dtype)
         if distance is not None:
             return f"a replay of {size} rows gave logits that are off by {distance}"
         self._captured[size] = _Captured(recording=recording, results=results)
@@ -197,31 +197,31 @@ class DecodeGraphs:
         size: int,
         table: RequestTable,
         unread: torch.Tensor | None = None,
-        sounds: torch.Tensor | None = None,
+        audios: torch.Tensor | None = None,
     ) -> DecodeResult:
         """Compute a step with the graph of `size` rows, and return its results.
 
         The blocks of the requests are in `table`. `unread` are the tokens that the step before has
         chosen, and `sounds` [rows, hidden] the parts of sounds that are added to them.
         """
-        self._buffers.fill(rows, size, table, unread, sounds)
+        self._buffers.fill(rows, size, table, unread, audios)
         captured = self._captured[size]
         captured.recording.replay()
         return captured.results.get_front(len(rows))
 
     def _compute(self, inputs: DecodeInputs) -> DecodeResult:
         """Return the logits and the likeliest tokens of a decode step, computed from its inputs."""
-        adapter = self._adapter
+        hf_model = self._hf_model
         at = None
-        if inputs.sounds is not None:
-            at = torch.arange(len(inputs.sounds), device=adapter.device)
-        embeds, extra = adapter.embed(inputs.input_ids, at, inputs.sounds)
-        extra |= adapter.make_conditions(inputs.delays)
+        if inputs.audios is not None:
+            at = torch.arange(len(inputs.audios), device=hf_model.device)
+        embeds, extra = hf_model.embed(inputs.input_ids, at, inputs.audios)
+        extra |= hf_model.make_conditions(inputs.delays)
         is_long = None if inputs.is_long is None else inputs.is_long.bool()
         call = _DecodeCall(self._kv_cache, self._kernels, inputs, self._windows, self._cross_group)
-        with adapter.choosing_factors(is_long):
-            hidden = adapter.forward(embeds, inputs.positions, call, extra)
-        logits = adapter.logits(hidden)
+        with hf_model.choosing_factors(is_long):
+            hidden = hf_model.forward(embeds, inputs.positions, call, extra)
+        logits = hf_model.logits(hidden)
         return DecodeResult(logits=logits, likeliest=mark_likeliest(logits))
 
 

@@ -23,7 +23,7 @@ from hashlib import blake2b
 
 import torch
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.seams.host_copies import HostCopies, following
 from sensorium.types.multimodal import MultiModalKwargsItem
 from sensorium.worker.graphs.recorder import Break, Recorder, Recording
@@ -71,8 +71,8 @@ class EncoderGraphs:
     error. So this may be used only in a process that does nothing else with the device.
     """
 
-    def __init__(self, adapter: ModelAdapter, recorder: Recorder, *, max_bytes: int) -> None:
-        self._adapter = adapter
+    def __init__(self, hf_model: HfModel, recorder: Recorder, *, max_bytes: int) -> None:
+        self._hf_model = hf_model
         self._recorder = recorder
         self._captured: dict[Hashable, _Captured] = {}
         # How often a shape has come, the one that came last at the end. It has all captured ones.
@@ -80,7 +80,7 @@ class EncoderGraphs:
         self._num_counted = 0
         self._refused_keys: set[Hashable] = set()
         self._refusals: dict[str, list[str]] = {}  # modality -> why encoders were not captured
-        self._pool = _PoolMemory(adapter.device, max_bytes)
+        self._pool = _PoolMemory(hf_model.device, max_bytes)
 
     @property
     def num_graphs(self) -> int:
@@ -98,24 +98,24 @@ class EncoderGraphs:
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the embeddings of media items, as `ModelAdapter.encode` does.
+        """Return the embeddings of media items, as `HfModel.encode` does.
 
         They are replayed if there is one item and a graph for its shape.
         """
-        adapter = self._adapter
+        hf_model = self._hf_model
         if len(items) > 1 or len(self._refusals.get(modality, ())) >= _NUM_REFUSALS:
-            return adapter.encode(modality, items, num_embeds)
-        batch = adapter.make_encoder_batch(modality, items)
+            return hf_model.encode(modality, items, num_embeds)
+        batch = hf_model.make_encoder_batch(modality, items)
         numbers = _describe(batch)
         if numbers is None:
-            return adapter.encode(modality, items, num_embeds)
+            return hf_model.encode(modality, items, num_embeds)
         key = (modality, tuple(num_embeds), numbers)
         self._count(key)
         captured = self._captured.get(key)
         if captured is not None:
-            return [captured.replay(adapter.send_batch(batch))]
+            return [captured.replay(hf_model.send_batch(batch))]
         if not self._is_due(key):
-            return adapter.encode(modality, items, num_embeds)
+            return hf_model.encode(modality, items, num_embeds)
         return [self._encode_and_capture(key, modality, items, num_embeds)]
 
     def _count(self, key: Hashable) -> None:
@@ -145,18 +145,18 @@ class EncoderGraphs:
         num_embeds: Sequence[int],
     ) -> torch.Tensor:
         """Return the embeddings of a media item, and capture a graph of its encoder if possible."""
-        adapter = self._adapter
+        hf_model = self._hf_model
         self._pool.begin()
-        [expected] = adapter.encode(modality, items, num_embeds)
+        [expected] = hf_model.encode(modality, items, num_embeds)
         # What is no number is judged by the caller. It says nothing about graphs.
         if not self._pool.has_room() or not bool(torch.isfinite(expected).all()):
             self._counts[key] = 0  # the next attempt comes as late as this one
             return expected
         try:
             captured = self._capture(modality, items, num_embeds, torch.zeros_like(expected))
-            batch = adapter.make_encoder_batch(modality, items)
-            found = captured.replay(adapter.send_batch(batch))
-            if (distance := _find_distance(found, expected, adapter.dtype)) is not None:
+            batch = hf_model.make_encoder_batch(modality, items)
+            found = captured.replay(hf_model.send_batch(batch))
+            if (distance := _find_distance(found, expected, hf_model.dtype)) is not None:
                 raise RuntimeError(f"a replay is off by {distance}")
         except torch.OutOfMemoryError:
             self._counts[key] = 0
@@ -184,14 +184,14 @@ class EncoderGraphs:
 
         Raises an error if the encoder waits for the device.
         """
-        adapter = self._adapter
+        hf_model = self._hf_model
         # A model may change its inputs, and those of the item are cached.
         item = {name: tensor.clone() for name, tensor in items[0].items()}
-        batch = adapter.make_encoder_batch(modality, [item])
-        inputs = adapter.send_batch(batch)
-        with adapter.keeping_host_copies(inputs, batch) as copies, following(copies):
-            with _forbid_waiting(adapter.device):
-                adapter.run_encoder(modality, inputs, [item], num_embeds)
+        batch = hf_model.make_encoder_batch(modality, [item])
+        inputs = hf_model.send_batch(batch)
+        with hf_model.keeping_host_copies(inputs, batch) as copies, following(copies):
+            with _forbid_waiting(hf_model.device):
+                hf_model.run_encoder(modality, inputs, [item], num_embeds)
             copies.complete()
             # Integers stay the same tensors, by which their copies on the host are found. The fixed
             # memory of the others has no content yet, so a replay can't be right by chance.
@@ -201,7 +201,7 @@ class EncoderGraphs:
             }
 
             def compute(_: Break) -> None:
-                [embeds] = adapter.run_encoder(modality, fixed, [item], num_embeds)
+                [embeds] = hf_model.run_encoder(modality, fixed, [item], num_embeds)
                 output.copy_(embeds)
 
             recording = self._recorder.record(compute)

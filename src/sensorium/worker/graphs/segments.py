@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from sensorium.layers.attention.backend import NO_SLOT, LayerCache
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.scheduling import StepMode
 from sensorium.worker.graphs.recorder import (
     Break,
@@ -112,7 +112,7 @@ class SegmentGraphs:
 
     def __init__(
         self,
-        adapter: ModelAdapter,
+        hf_model: HfModel,
         *,
         kv_cache: KVCache,
         num_groups: int,
@@ -120,7 +120,7 @@ class SegmentGraphs:
         recorder: Recorder,
         sizes: Sequence[int],
     ) -> None:
-        self._adapter = adapter
+        self._hf_model = hf_model
         self._kv_cache = kv_cache
         self._num_groups = num_groups
         self._kernels = kernels
@@ -148,18 +148,18 @@ class SegmentGraphs:
         return reason
 
     def _capture_size(self, size: int) -> str | None:
-        adapter, device = self._adapter, self._adapter.device
-        token_ids = torch.arange(size, device=device) % adapter.vocab_size
-        embeds, extra = adapter.embed(token_ids, None, None)
+        hf_model, device = self._hf_model, self._hf_model.device
+        token_ids = torch.arange(size, device=device) % hf_model.vocab_size
+        embeds, extra = hf_model.embed(token_ids, None, None)
         self._extra_shapes = {name: tensor.shape[2:] for name, tensor in extra.items()}
         positions = torch.arange(size, device=device)
         is_long = torch.zeros(size, dtype=torch.bool, device=device)
         self._fill(
             size,
             embeds,
-            positions.expand(3, -1) if adapter.has_mrope else positions,
+            positions.expand(3, -1) if hf_model.has_mrope else positions,
             extra,
-            is_long=None if adapter.long_after is None else is_long,
+            is_long=None if hf_model.long_after is None else is_long,
             slots=[positions[:0]] * self._num_groups,  # no slots, so nothing is stored
         )
         breaks: list[_Break] = []
@@ -181,7 +181,7 @@ class SegmentGraphs:
         expected = hidden.clone()
         recording = self._recorder.record(compute)
         recording.replay(attend)
-        distance = find_distance(hidden, expected, adapter.dtype)
+        distance = find_distance(hidden, expected, hf_model.dtype)
         if distance is not None:
             return f"a replay of {size} tokens is off by {distance}"
         self._captured[size] = _Captured(breaks=tuple(breaks), recording=recording)
@@ -193,15 +193,15 @@ class SegmentGraphs:
         At each attention layer a new entry is appended to `breaks`, and `break_here` is called with
         its index.
         """
-        adapter, memory = self._adapter, self._memory
+        hf_model, memory = self._hf_model, self._memory
         extra = {name: memory.get(name, size)[None] for name in self._extra_shapes}
         positions = memory.get("positions", size)
-        has_long = adapter.long_after is not None
+        has_long = hf_model.long_after is not None
         call = _SegmentCall(memory, self._kv_cache, self._kernels, breaks, break_here)
-        with adapter.choosing_factors(memory.get("is_long", size) if has_long else None):
-            hidden = adapter.forward(
+        with hf_model.choosing_factors(memory.get("is_long", size) if has_long else None):
+            hidden = hf_model.forward(
                 memory.get("embeds", size)[None],
-                positions.transpose(0, 1) if adapter.has_mrope else positions,
+                positions.transpose(0, 1) if hf_model.has_mrope else positions,
                 call,
                 extra,
             )

@@ -27,9 +27,9 @@ class _MelSpectrogram(torch.nn.Module):
         self.register_buffer("window", torch.hann_window(win_length))
         self.register_buffer("filters", torch.from_numpy(filters).float())
 
-    def forward(self, sound: torch.Tensor) -> torch.Tensor:
+    def forward(self, audio: torch.Tensor) -> torch.Tensor:
         spectrum = torch.stft(
-            sound, *self._sizes, window=self.window, pad_mode="reflect", return_complex=True
+            audio, *self._sizes, window=self.window, pad_mode="reflect", return_complex=True
         )
         power = spectrum.abs().square().transpose(-1, -2)
         return (power @ self.filters).transpose(-1, -2)  # type: ignore[operator]

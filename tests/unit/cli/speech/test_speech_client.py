@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from sensorium.cli.speech.speech_client import ServerError, SpeechClient
-from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.transcript_writer import AudioFile, TranscriptWriter
 
 DONE = b'data: {"type": "transcript.text.done", "text": "Hello."}\n\n'
 
@@ -44,15 +44,15 @@ def answer(content: bytes) -> Iterator[str]:
 
 def transcribe(url: str, *names: str, form: str = "text", key: str | None = None) -> int:
     """Send files to a server, and return how many of them failed."""
-    sounds = [SoundFile(name) for name in names]
-    writer = TranscriptWriter(sounds, form, None, is_headed=False)  # type: ignore[arg-type]
+    audios = [AudioFile(name) for name in names]
+    writer = TranscriptWriter(audios, form, None, is_headed=False)  # type: ignore[arg-type]
     fields = {"response_format": form}
-    SpeechClient(url, key=key, task="transcribe", fields=fields).run(sounds, writer)
+    SpeechClient(url, key=key, task="transcribe", fields=fields).run(audios, writer)
     return writer.num_failed
 
 
 @pytest.fixture
-def sound(tmp_path: Path) -> str:
+def audio(tmp_path: Path) -> str:
     path = tmp_path / "a.wav"
     path.write_bytes(b"sound")
     return str(path)
@@ -69,23 +69,23 @@ def sound(tmp_path: Path) -> str:
     ],
 )
 def test_an_answer_of_another_kind_of_server_is_named(
-    sound: str, content: bytes, form: str, capsys: pytest.CaptureFixture[str]
+    audio: str, content: bytes, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with answer(content) as url:
-        assert transcribe(url, sound, form=form) == 1
-    assert f"{sound}: the server's answer can't be understood" in capsys.readouterr().err
+        assert transcribe(url, audio, form=form) == 1
+    assert f"{audio}: the server's answer can't be understood" in capsys.readouterr().err
 
 
 def test_names_and_keys_may_have_any_bytes(
-    sound: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    audio: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / os.fsdecode(b"\xff.wav")
     other.write_bytes(b"sound")
     with answer(DONE) as url:
-        assert transcribe(url, str(other), sound, key="ключ") == 0
+        assert transcribe(url, str(other), audio, key="ключ") == 0
     assert capsys.readouterr().out == "Hello.\nHello.\n"
 
 
-def test_a_wrong_address_is_named(sound: str) -> None:
+def test_a_wrong_address_is_named(audio: str) -> None:
     with pytest.raises(ServerError, match="is no address of a server"):
-        transcribe("http://[::1", sound)
+        transcribe("http://[::1", audio)

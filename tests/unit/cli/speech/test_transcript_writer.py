@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from sensorium import RequestError
-from sensorium.cli.speech.transcript_writer import SoundFile, TranscriptWriter
+from sensorium.cli.speech.transcript_writer import AudioFile, TranscriptWriter
 
-SOUNDS = [SoundFile("a.wav"), SoundFile("b.wav"), SoundFile("c.wav")]
+SOUNDS = [AudioFile("a.wav"), AudioFile("b.wav"), AudioFile("c.wav")]
 
 
 class Output(io.StringIO):
@@ -78,8 +78,8 @@ def test_other_formats_are_written_whole(output: Output) -> None:
     ("name", "target"),
     [("x/talk.mp3", "talk.srt"), ("-", "stdin.srt"), ("talk", "talk.srt"), ("a.b.wav", "a.b.srt")],
 )
-def test_a_transcript_is_named_after_its_sound(name: str, target: str) -> None:
-    assert SoundFile(name).get_target("srt") == target
+def test_a_transcript_is_named_after_its_audio(name: str, target: str) -> None:
+    assert AudioFile(name).get_target("srt") == target
 
 
 def test_a_directory_that_can_not_be_made_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from sensorium.multimodal.pool.channel import Channel, ChannelError
 from sensorium.types.errors import EncoderLostError
 
 IDENTITY = Identity(weights="weights", dtype="float32", versions=(), processing=())
-COUNTS = EncoderCounts(num_asked=1, num_kept=0, num_perceived=1, num_encoded=1)
+COUNTS = EncoderCounts(num_asked=1, num_kept=0, num_processed=1, num_encoded=1)
 
 
 @contextmanager

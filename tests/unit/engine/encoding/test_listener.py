@@ -30,7 +30,7 @@ from sensorium.types.multimodal import ENCODED, ItemLayout, ProcessedItem
 from tests.support.waiting import wait_until
 
 IDENTITY = Identity(weights="weights", dtype="float32", versions=(), processing=())
-COUNTS = EncoderCounts(num_asked=1, num_kept=0, num_perceived=1, num_encoded=1)
+COUNTS = EncoderCounts(num_asked=1, num_kept=0, num_processed=1, num_encoded=1)
 JOB = ItemJob(mm_hash="ab" * 32, modality="image", decode_options=None, processor_kwargs={})
 
 

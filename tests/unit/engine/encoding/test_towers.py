@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from sensorium.engine.encoding.towers import TowerThread
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem
 from tests.support.waiting import wait_until
 
@@ -44,8 +44,8 @@ def make_item(pixels: Pixels) -> ProcessedItem:
     )
 
 
-def make_towers(adapter: Adapter) -> TowerThread:
-    return TowerThread(cast(ModelAdapter, adapter), max_embeds=8)
+def make_towers(hf_model: Adapter) -> TowerThread:
+    return TowerThread(cast(HfModel, hf_model), max_embeds=8)
 
 
 def test_the_pixels_of_the_last_items_are_gone_while_nothing_is_encoded() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import sensorium.models  # noqa: F401  (before Transformers' model classes)
 from sensorium.layers import kernels
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.seams.comparing import CausalAttention
 from sensorium.models.seams.fusion import fuse
@@ -33,7 +33,7 @@ def in_interpreter(test: Any) -> Any:
     return test
 
 
-def _load(directory: str) -> ModelAdapter:
+def _load(directory: str) -> HfModel:
     return load_model(directory, load_config(directory), dtype=torch.float32, device=CPU)
 
 
@@ -43,15 +43,15 @@ def _get_linears(model: nn.Module) -> list[nn.Module]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_joined_products_change_nothing(tiny_model: Callable[[str], str], family: str) -> None:
-    adapter = _load(tiny_model(family))
+    hf_model = _load(tiny_model(family))
     with torch.inference_mode():
-        expected = [adapter._run_two_tokens(CausalAttention()) for _ in range(2)]
-        adapter.fuse()
-        found = [adapter._run_two_tokens(CausalAttention()) for _ in range(2)]
-        with adapter.own_attention():
-            assert not any("forward" in vars(module) for module in _get_linears(adapter.model))
+        expected = [hf_model._run_two_tokens(CausalAttention()) for _ in range(2)]
+        hf_model.fuse()
+        found = [hf_model._run_two_tokens(CausalAttention()) for _ in range(2)]
+        with hf_model.own_attention():
+            assert not any("forward" in vars(module) for module in _get_linears(hf_model.model))
     if family != "phi3":  # its products are joined already
-        assert adapter.fusion.counts["joined products"] > 0
+        assert hf_model.fusion.counts["joined products"] > 0
     for ours, theirs in zip(found, expected, strict=True):
         # Processors sum in orders of their own: the last bits differ between kinds of them.
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -148,14 +148,14 @@ def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_change_nothing_but_rounding(
     tiny_model: Callable[[str], str], family: str, kinds: set[str]
 ) -> None:
-    adapter = _load(tiny_model(family))
+    hf_model = _load(tiny_model(family))
     with torch.inference_mode():
-        expected = adapter._run_two_tokens(CausalAttention())
-        adapter.fusion = fuse(adapter.model, CPU)
-        found = adapter._run_two_tokens(CausalAttention())
-        with adapter.fusion.paused():
-            again = adapter._run_two_tokens(CausalAttention())
-    assert kinds <= {kind for kind, count in adapter.fusion.counts.items() if count}
+        expected = hf_model._run_two_tokens(CausalAttention())
+        hf_model.fusion = fuse(hf_model.model, CPU)
+        found = hf_model._run_two_tokens(CausalAttention())
+        with hf_model.fusion.paused():
+            again = hf_model._run_two_tokens(CausalAttention())
+    assert kinds <= {kind for kind, count in hf_model.fusion.counts.items() if count}
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(again, expected)
 
@@ -231,17 +231,17 @@ def test_fusions_that_change_the_model_as_a_whole_are_not_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    adapter = _load(tiny_model("llama"))
-    expected = adapter._run_two_tokens(CausalAttention())
+    hf_model = _load(tiny_model("llama"))
+    expected = hf_model._run_two_tokens(CausalAttention())
     multiply = SiblingGroup._compute
     monkeypatch.setattr(
         SiblingGroup, "_compute", lambda self, index, x: multiply(self, index, x) * 1.01
     )
-    adapter.fuse()
-    assert adapter.fusion.counts.total() == 0
+    hf_model.fuse()
+    assert hf_model.fusion.counts.total() == 0
     assert "nothing is fused" in caplog.text
     assert "6 joined products would change its results by" in caplog.text
-    assert torch.equal(adapter._run_two_tokens(CausalAttention()), expected)
+    assert torch.equal(hf_model._run_two_tokens(CausalAttention()), expected)
 
 
 @needs_triton

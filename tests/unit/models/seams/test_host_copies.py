@@ -139,12 +139,12 @@ def test_what_a_function_makes_on_the_device_stays_there() -> None:
 
 def test_what_a_known_mask_selects_is_counted_on_the_host() -> None:
     copies = HostCopies([])
-    mask, sound = make_known(copies, MASK), torch.empty(2, 4, 5, device=DEVICE)
+    mask, audio = make_known(copies, MASK), torch.empty(2, 4, 5, device=DEVICE)
     with following(copies):
-        assert sound[mask.bool()].shape == (4, 5)
-        assert sound[0, mask[1].bool()].shape == (1, 5)
-        assert sound[:, mask[0].bool(), 1].shape == (2, 3)
-        assert sound[0].shape == (4, 5)
+        assert audio[mask.bool()].shape == (4, 5)
+        assert audio[0, mask[1].bool()].shape == (1, 5)
+        assert audio[:, mask[0].bool(), 1].shape == (2, 3)
+        assert audio[0].shape == (4, 5)
 
 
 def test_equal_tensors_are_sent_once_and_later_none() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sensorium.models  # noqa: F401  (before Transformers' model classes)
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.loading import load_config, load_model
 from sensorium.models.seams import packed_encoders
 from sensorium.models.seams.host_copies import keep_host_copies
@@ -18,21 +18,21 @@ from sensorium.models.seams.packed_encoders import PACKED_ATTENTION
 PACKING_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "qwen2_5_omni")
 GRIDS = ((1, 16, 20), (1, 24, 12), (1, 4, 4))  # time, height and width in patches
 
-LoadTiny = Callable[[str], ModelAdapter]
+LoadTiny = Callable[[str], HfModel]
 
 
 @pytest.fixture(scope="module")
 def load_tiny(tiny_model: Callable[[str], str]) -> LoadTiny:
-    def load(family: str) -> ModelAdapter:
+    def load(family: str) -> HfModel:
         directory, cpu = tiny_model(family), torch.device("cpu")
         return load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
 
     return load
 
 
-def make_items(adapter: ModelAdapter) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+def make_items(hf_model: HfModel) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
     """Return random pictures of the sizes of `GRIDS`, and their numbers of embeddings."""
-    config = adapter.config.vision_config
+    config = hf_model.config.vision_config
     num_values = 3 * config.temporal_patch_size * config.patch_size**2
     generator = torch.Generator().manual_seed(0)
     items, num_embeds = [], []
@@ -52,13 +52,13 @@ def make_items(adapter: ModelAdapter) -> tuple[list[dict[str, torch.Tensor]], li
 def test_packed_embeddings_are_those_of_the_model_on_its_own(
     load_tiny: LoadTiny, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter = load_tiny(family)
-    items, num_embeds = make_items(adapter)
+    hf_model = load_tiny(family)
+    items, num_embeds = make_items(hf_model)
     with torch.inference_mode():
-        with adapter.own_attention():
-            expected = adapter.encode("image", items, num_embeds)
+        with hf_model.own_attention():
+            expected = hf_model.encode("image", items, num_embeds)
         calls = _count_calls(monkeypatch)
-        found = adapter.encode("image", items, num_embeds)
+        found = hf_model.encode("image", items, num_embeds)
 
     assert calls, "the packed attention was not called"
     assert all(has_lengths for has_lengths in calls)
@@ -82,21 +82,21 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 @pytest.mark.parametrize("family", PACKING_FAMILIES)
 def test_an_item_has_the_same_embeddings_alone(load_tiny: LoadTiny, family: str) -> None:
-    adapter = load_tiny(family)
-    items, num_embeds = make_items(adapter)
+    hf_model = load_tiny(family)
+    items, num_embeds = make_items(hf_model)
     with torch.inference_mode():
-        together = adapter.encode("image", items, num_embeds)
+        together = hf_model.encode("image", items, num_embeds)
         for item, count, embeds in zip(items, num_embeds, together, strict=True):
-            [alone] = adapter.encode("image", [item], [count])
+            [alone] = hf_model.encode("image", [item], [count])
             torch.testing.assert_close(alone, embeds, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", PACKING_FAMILIES)
 def test_a_tower_never_reads_from_its_device(load_tiny: LoadTiny, family: str) -> None:
     """The device is `meta`: its tensors have no numbers, and reading one is an error."""
-    adapter = load_tiny(family)
-    items, _ = make_items(adapter)
-    tower = next(tower for tower in adapter._towers if hasattr(tower.config, "patch_size"))
+    hf_model = load_tiny(family)
+    items, _ = make_items(hf_model)
+    tower = next(tower for tower in hf_model._towers if hasattr(tower.config, "patch_size"))
     tower.to("meta")
     pixels = torch.cat([item["pixel_values"] for item in items]).to("meta")
     grids = torch.cat([item["image_grid_thw"] for item in items])
@@ -109,18 +109,18 @@ def test_a_tower_never_reads_from_its_device(load_tiny: LoadTiny, family: str) -
 
 
 def test_without_the_host_copies_a_tower_reads_from_its_device(load_tiny: LoadTiny) -> None:
-    adapter = load_tiny("qwen2_5_vl")
-    items, _ = make_items(adapter)
-    tower = adapter._towers[0].to("meta")
+    hf_model = load_tiny("qwen2_5_vl")
+    items, _ = make_items(hf_model)
+    tower = hf_model._towers[0].to("meta")
     with torch.inference_mode(), pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         tower(items[0]["pixel_values"].to("meta"), grid_thw=items[0]["image_grid_thw"].to("meta"))
 
 
 @pytest.mark.parametrize("family", ["llava", "idefics3", "gemma3", "qwen2_audio", "internvl"])
 def test_towers_without_that_path_keep_their_attention(load_tiny: LoadTiny, family: str) -> None:
-    adapter = load_tiny(family)
-    assert adapter._towers == []
-    configs = [getattr(adapter.config, name, None) for name in ("vision_config", "audio_config")]
+    hf_model = load_tiny(family)
+    assert hf_model._towers == []
+    configs = [getattr(hf_model.config, name, None) for name in ("vision_config", "audio_config")]
     assert all(c._attn_implementation == "sdpa" for c in configs if c is not None)
 
 

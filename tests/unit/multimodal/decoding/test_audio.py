@@ -18,11 +18,11 @@ from sensorium.types.errors import RequestError
 from tests.support.media import (
     RATE,
     Samples,
+    make_audios,
     make_clip,
     make_images,
     make_melody,
-    make_sounds,
-    write_sound,
+    write_audio,
     write_video,
 )
 
@@ -40,7 +40,7 @@ def decode(data: bytes, *, rate: int = RATE, limits: MediaLimits = LIMITS) -> Sa
 def test_16_bit_samples_are_exact() -> None:
     integers = np.random.default_rng(0).integers(-(2**15), 2**15, 3000).astype(np.int16)
     for kind in ("WAV", "FLAC"):
-        decoded = decode(write_sound(integers, kind, "PCM_16"))
+        decoded = decode(write_audio(integers, kind, "PCM_16"))
         np.testing.assert_array_equal(decoded, integers.astype(np.float32) / 32_768)
 
 
@@ -56,7 +56,7 @@ def test_16_bit_samples_are_exact() -> None:
     ],
 )
 def test_wav_of_every_width_has_the_same_full_scale(subtype: str, step: float) -> None:
-    data = write_sound(MELODY, "WAV", subtype)
+    data = write_audio(MELODY, "WAV", subtype)
     decoded = decode(data)
     np.testing.assert_allclose(decoded, MELODY, atol=step)
     read, _ = soundfile.read(io.BytesIO(data), dtype="float32")
@@ -64,7 +64,7 @@ def test_wav_of_every_width_has_the_same_full_scale(subtype: str, step: float) -
 
 
 def test_every_kind_of_file_is_decoded() -> None:
-    for kind, data in make_sounds().items():
+    for kind, data in make_audios().items():
         decoded = decode(data)
         assert 700 <= len(decoded) <= 4100, kind
         loudness = np.abs(decoded).max()
@@ -74,7 +74,7 @@ def test_every_kind_of_file_is_decoded() -> None:
 @pytest.mark.parametrize("kind", ["flac", "mp3", "ogg vorbis"])
 def test_samples_are_those_of_the_usual_reader(kind: str) -> None:
     """libsndfile, by which Transformers loads sounds."""
-    data = make_sounds()[kind]
+    data = make_audios()[kind]
     read, _ = soundfile.read(io.BytesIO(data), dtype="float32")
     decoded = decode(data)
     assert decoded.shape == read.shape
@@ -83,7 +83,7 @@ def test_samples_are_those_of_the_usual_reader(kind: str) -> None:
 
 def test_channels_are_mixed_down_by_their_mean() -> None:
     channels = np.random.default_rng(1).integers(-(2**15), 2**15, (500, 3)).astype(np.int16)
-    decoded = decode(write_sound(channels, "WAV", "PCM_16"))
+    decoded = decode(write_audio(channels, "WAV", "PCM_16"))
     expected = (channels.T.astype(np.float32) / 32_768).mean(axis=0)
     np.testing.assert_array_equal(decoded, expected)
 
@@ -91,7 +91,7 @@ def test_channels_are_mixed_down_by_their_mean() -> None:
 @pytest.mark.parametrize("rate", [8_000, 44_100, 48_000])
 def test_other_rates_are_resampled_as_one_piece_would_be(rate: int) -> None:
     noise = np.random.default_rng(2).integers(-(2**14), 2**14, 150_001).astype(np.int16)
-    decoded = decode(write_sound(noise, "WAV", "PCM_16", rate=rate))
+    decoded = decode(write_audio(noise, "WAV", "PCM_16", rate=rate))
     expected = soxr.resample(noise.astype(np.float32) / 32_768, rate, RATE, quality="HQ")
     np.testing.assert_array_equal(decoded, expected)
     np.testing.assert_array_equal(resample(noise.astype(np.float32) / 32_768, rate, RATE), expected)
@@ -104,21 +104,21 @@ def test_the_end_of_an_ogg_file_is_trimmed_only_if_it_is_the_end() -> None:
         np.testing.assert_array_equal(trimmed, np.concatenate(pieces)[:expected])
 
 
-def test_the_sound_of_a_video_is_heard_and_a_silent_one_refused() -> None:
+def test_the_audio_of_a_video_is_heard_and_a_silent_one_refused() -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         pictures = container.add_stream("mpeg4", rate=10)
         pictures.width, pictures.height, pictures.pix_fmt = 48, 32, "yuv420p"
-        sound = container.add_stream("aac", rate=RATE, layout="mono")
+        audio = container.add_stream("aac", rate=RATE, layout="mono")
         for pixels in make_clip(3):
             container.mux(pictures.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         for start in range(0, 3072, 1024):
             part = make_melody(3072)[None, start : start + 1024]
             frame = av.AudioFrame.from_ndarray(part, format="fltp", layout="mono")
             frame.sample_rate, frame.pts = RATE, start
-            container.mux(sound.encode(frame))
+            container.mux(audio.encode(frame))
         container.mux(pictures.encode(None))
-        container.mux(sound.encode(None))
+        container.mux(audio.encode(None))
     decoded = decode(file.getvalue())
     assert 3000 <= len(decoded) <= 4096
     assert np.abs(decoded).max() > 0.4
@@ -132,30 +132,30 @@ def test_samples_that_are_no_numbers_are_refused(value: float) -> None:
     samples[70] = value
     for channels in (samples, np.stack([samples, MELODY], axis=1)):
         with pytest.raises(RequestError, match="not finite"):
-            decode(write_sound(channels, "WAV", "FLOAT"))
+            decode(write_audio(channels, "WAV", "FLOAT"))
     with pytest.raises(RequestError, match="not finite"):
-        decode(write_sound(np.full(400, 1e300), "WAV", "DOUBLE"))
+        decode(write_audio(np.full(400, 1e300), "WAV", "DOUBLE"))
 
 
-def test_an_empty_sound_is_refused() -> None:
+def test_an_empty_audio_is_refused() -> None:
     with pytest.raises(RequestError, match="empty"):
-        decode(write_sound(np.zeros(0, dtype=np.float32), "WAV", "PCM_16"))
+        decode(write_audio(np.zeros(0, dtype=np.float32), "WAV", "PCM_16"))
 
 
 @pytest.mark.parametrize("rate", [1, 999, 768_001])
-def test_rates_that_no_sound_has_are_refused(rate: int) -> None:
+def test_rates_that_no_audio_has_are_refused(rate: int) -> None:
     with pytest.raises(RequestError, match=f"samples a second, not {rate}"):
-        decode(write_sound(MELODY, "WAV", "PCM_16", rate=rate))
+        decode(write_audio(MELODY, "WAV", "PCM_16", rate=rate))
 
 
-def test_a_long_sound_is_refused_by_its_header() -> None:
-    for data in make_sounds().values():
+def test_a_long_audio_is_refused_by_its_header() -> None:
+    for data in make_audios().values():
         with pytest.raises(RequestError, match=r"longer than 0\.01 seconds"):
             decode(data, limits=MediaLimits(max_duration_s=0.01))
 
 
-def test_a_sound_that_is_longer_than_it_says_is_refused_on_the_way() -> None:
-    data = bytearray(write_sound(make_melody(64_000), "FLAC", "PCM_16"))
+def test_an_audio_file_that_is_longer_than_it_says_is_refused_on_the_way() -> None:
+    data = bytearray(write_audio(make_melody(64_000), "FLAC", "PCM_16"))
     # STREAMINFO begins after "fLaC" and its block's header; the lower 32 bits of the number of
     # samples stand at its bytes 14 to 17, 0 meaning unknown.
     struct.pack_into(">I", data, 8 + 14, 0)
@@ -166,13 +166,13 @@ def test_a_sound_that_is_longer_than_it_says_is_refused_on_the_way() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"RIFF", make_images()["png"]])
-def test_what_is_no_sound_is_refused(data: bytes) -> None:
+def test_what_is_no_audio_is_refused(data: bytes) -> None:
     with pytest.raises(RequestError, match="can't be opened as a sound: its format is not"):
         decode(data)
 
 
 def test_files_that_name_other_files_are_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "secret.wav").write_bytes(write_sound(MELODY, "WAV", "PCM_16"))
+    (tmp_path / "secret.wav").write_bytes(write_audio(MELODY, "WAV", "PCM_16"))
     target = tmp_path / "secret.wav"
     playlists = [
         f"ffconcat version 1.0\nfile {target}\n",

@@ -12,7 +12,7 @@ from PIL import Image
 from sensorium.multimodal.decoding.decoding import decode, resolve_decode_options
 from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import InvariantError, RequestError
-from tests.support.media import RATE, make_clip, make_melody, write_image, write_sound, write_video
+from tests.support.media import RATE, make_clip, make_melody, write_audio, write_image, write_video
 
 LIMITS = MediaLimits()
 
@@ -98,15 +98,15 @@ def test_each_modality_has_its_decoder() -> None:
     assert isinstance(image, Image.Image)
     assert image.getpixel((0, 0)) == (1, 2, 3)
     assert nothing is None
-    sound, nothing = decode(
+    audio, nothing = decode(
         "audio",
-        write_sound(make_melody(400), "WAV", "PCM_16"),
+        write_audio(make_melody(400), "WAV", "PCM_16"),
         resolve_decode_options("audio", None),
         limits=LIMITS,
         sampling_rate=RATE,
     )
-    assert isinstance(sound, np.ndarray)
-    assert sound.shape == (400,)
+    assert isinstance(audio, np.ndarray)
+    assert audio.shape == (400,)
     assert nothing is None
     frames, metadata = decode(
         "video",

@@ -28,18 +28,18 @@ from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,
+    write_audio,
     write_image,
-    write_sound,
     write_video,
 )
 
 LIMITS = MediaLimits()
 PICTURE = write_image(make_pixels(), "PNG")
-SOUND = write_sound(make_melody(4000), "WAV", "PCM_16")
+SOUND = write_audio(make_melody(4000), "WAV", "PCM_16")
 VIDEO = write_video(make_clip())
 
 
-def decode_sound(data: bytes = SOUND, rate: int = RATE) -> Any:
+def decode_wav(data: bytes = SOUND, rate: int = RATE) -> Any:
     return decode_audio(data, sampling_rate=rate, limits=LIMITS)
 
 
@@ -71,7 +71,7 @@ def test_pyav_19_is_opened_without_the_argument_that_it_lacks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_version(monkeypatch, "19.0.2", "metadata_errors", "metadata_encoding", "stream_options")
-    assert len(decode_sound()) == 4000
+    assert len(decode_wav()) == 4000
     assert len(decode_clip()[0]) == 2
 
 
@@ -79,7 +79,7 @@ def test_pyav_18_is_asked_to_accept_titles_of_any_encoding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = use_version(monkeypatch, "18.1.0")
-    decode_sound()
+    decode_wav()
     assert ["metadata_errors" in options for options in calls] == [True]
 
 
@@ -92,7 +92,7 @@ def test_a_title_that_is_not_utf_8_is_no_damage() -> None:
     data = data[:4] + struct.pack("<I", len(data) - 8) + data[8:]
     with av.open(io.BytesIO(data), **_get_lenient_options()) as container:
         assert "caf" in container.metadata["title"]
-    assert len(decode_sound(data)) == 4000
+    assert len(decode_wav(data)) == 4000
 
 
 def _get_lenient_options() -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _get_lenient_options() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "decode",
-    [decode_sound, decode_clip],
+    [decode_wav, decode_clip],
     ids=["sound", "video"],
 )
 def test_a_wrong_call_of_pyav_is_not_a_damaged_file(
@@ -118,7 +118,7 @@ def test_a_wrong_call_of_the_resampler_is_not_a_damaged_file(
 ) -> None:
     monkeypatch.setattr(soxr, "ResampleStream", break_it)
     with pytest.raises(TypeError, match="unexpected keyword"):
-        decode_sound(rate=8000)
+        decode_wav(rate=8000)
 
 
 @pytest.mark.parametrize("error", [TypeError, AttributeError, KeyError, NameError])
@@ -146,9 +146,9 @@ def test_a_wrong_call_for_the_orientation_is_not_a_damaged_note(
 def test_a_codec_without_a_decoder_is_refused() -> None:
     """Its stream has no codec context, on which we would stumble."""
     format_tag = SOUND.index(b"fmt ") + 8
-    sound = SOUND[:format_tag] + b"\x34\x12" + SOUND[format_tag + 2 :]
+    audio = SOUND[:format_tag] + b"\x34\x12" + SOUND[format_tag + 2 :]
     with pytest.raises(RequestError, match="no decoder for the codec"):
-        decode_sound(sound)
+        decode_wav(audio)
     with pytest.raises(RequestError, match="no decoder for the codec"):
         decode_clip(write_video(make_clip(), "avi").replace(b"FMP4", b"nope"))
 

@@ -22,8 +22,8 @@ from tests.support.media import (
     make_clip,
     make_melody,
     make_videos,
+    write_audio,
     write_image,
-    write_sound,
     write_video,
 )
 
@@ -223,7 +223,7 @@ def test_a_choice_that_can_not_be_is_our_fault(indices: list[int]) -> None:
 
 def test_what_is_no_video_is_refused() -> None:
     with pytest.raises(RequestError, match="no video track"):
-        decode(write_sound(make_melody(400), "WAV", "PCM_16"))
+        decode(write_audio(make_melody(400), "WAV", "PCM_16"))
     for data in (b"", b"hello", b"\0\0\0\x18ftypmp42"):
         with pytest.raises(RequestError, match=r"can't be (opened|decoded) as a video"):
             decode(data)

@@ -13,8 +13,8 @@ from sensorium.multimodal.decoding.decoding import decode, resolve_decode_option
 from sensorium.multimodal.decoding.guards import (
     CostlyItemError,
     WorkBudget,
+    estimate_audio_s,
     estimate_frames_s,
-    estimate_sound_s,
 )
 from sensorium.multimodal.decoding.images import decode_image
 from sensorium.multimodal.decoding.video import decode_video
@@ -25,9 +25,9 @@ from tests.support.media import (
     make_clip,
     make_melody,
     make_pixels,
-    write_av_sound,
+    write_audio,
+    write_av_audio,
     write_image,
-    write_sound,
     write_video,
 )
 
@@ -45,7 +45,7 @@ def test_estimates_rise_with_the_work() -> None:
     picture = estimate_frames_s(1, 1000, 1000)
     assert picture < estimate_frames_s(1, 2000, 1000) < estimate_frames_s(50, 2000, 1000)
     assert estimate_frames_s(100_000, 1, 1) > 1.0  # the smallest frames cost something, too
-    assert estimate_sound_s(60.0) < estimate_sound_s(3600.0)
+    assert estimate_audio_s(60.0) < estimate_audio_s(3600.0)
 
 
 def test_more_work_than_is_allowed_is_refused_before_it_is_done() -> None:
@@ -75,9 +75,9 @@ def test_decoders_end_by_themselves_at_their_deadline() -> None:
             limits=LIMITS,
             budget=WorkBudget(deadline_s=5.0),
         )
-    sound = write_av_sound(make_melody(RATE), "mp3", "libmp3lame")
+    audio = write_av_audio(make_melody(RATE), "mp3", "libmp3lame")
     with pytest.raises(RequestError, match=message):
-        decode_audio(sound, sampling_rate=RATE, limits=LIMITS, budget=WorkBudget(deadline_s=5.0))
+        decode_audio(audio, sampling_rate=RATE, limits=LIMITS, budget=WorkBudget(deadline_s=5.0))
 
 
 def test_a_long_video_is_seen_before_a_frame_is_decoded() -> None:
@@ -93,17 +93,17 @@ def test_a_long_video_is_seen_before_a_frame_is_decoded() -> None:
     assert budget._spent_s == 0.0
 
 
-def test_a_long_sound_is_seen_by_its_header_and_without_one_while_it_is_decoded() -> None:
+def test_a_long_audio_is_seen_by_its_header_and_without_one_while_it_is_decoded() -> None:
     melody = make_melody(10 * RATE)
     options = resolve_decode_options("audio", None)
     for kind in ("WAV", "raw aac"):
         is_wav = kind == "WAV"
-        sound = (
-            write_sound(melody, kind, "PCM_16") if is_wav else write_av_sound(melody, "adts", "aac")
+        audio = (
+            write_audio(melody, kind, "PCM_16") if is_wav else write_av_audio(melody, "adts", "aac")
         )
-        budget = WorkBudget(max_cost_s=estimate_sound_s(5.0))
+        budget = WorkBudget(max_cost_s=estimate_audio_s(5.0))
         with pytest.raises(CostlyItemError):
-            decode("audio", sound, options, limits=LIMITS, sampling_rate=RATE, budget=budget)
+            decode("audio", audio, options, limits=LIMITS, sampling_rate=RATE, budget=budget)
 
 
 def test_a_large_picture_is_seen_before_it_is_decoded() -> None:
@@ -131,7 +131,7 @@ def make_caf(num_samples: int, *, rate: float = 16_000.0) -> bytes:
     return head + b"data" + struct.pack(">Q", len(data) + 4) + bytes(4) + data
 
 
-def test_a_short_sound_of_many_packets_is_long_work() -> None:
+def test_a_short_audio_of_many_packets_is_long_work() -> None:
     with pytest.raises(CostlyItemError):
         decode_audio(
             make_caf(20_000), sampling_rate=RATE, limits=LIMITS, budget=WorkBudget(max_cost_s=0.5)

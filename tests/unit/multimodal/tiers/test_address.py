@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sensorium.engine.build.options import MediaOptions
+from sensorium.engine.assembly.options import MediaOptions
 from sensorium.multimodal.tiers.address import parse_address
 from sensorium.types.errors import ModelError
 

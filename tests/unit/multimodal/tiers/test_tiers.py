@@ -126,7 +126,7 @@ def test_names_that_are_no_hashes_are_not_kept(mm_hash: str, tmp_path: Path) -> 
     assert tiers.load_encoded(mm_hash, 2) is None
 
 
-def test_a_window_of_a_sound_has_its_own_encoder_output(tmp_path: Path) -> None:
+def test_a_window_of_an_audio_file_has_its_own_encoder_output(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     tiers.save_encoded(f"{HASH}@3000", EMBEDS)
     tiers.close()

@@ -384,7 +384,7 @@ def test_the_model_card_says_what_the_model_can_do(
     assert card["capabilities"] == capabilities
 
 
-def test_a_server_that_refuses_sounds_does_not_say_that_it_transcribes() -> None:
+def test_a_server_that_refuses_audios_does_not_say_that_it_transcribes() -> None:
     engine = ScriptedEngine(modalities=("image",))
     with serve(engine, transcriber=ScriptedTranscriber()) as running:
         (card, *_) = running.get("/v1/models").json()["data"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sensorium.engine.build.frontend import Caches, Perception
+from sensorium.engine.assembly.frontend import Caches, MediaParts
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.cache.item_table import ItemTable
 from sensorium.multimodal.cache.mirror import MirrorSender
@@ -34,7 +34,7 @@ class NoBackend:
         raise NotImplementedError
 
 
-def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perception:
+def make_media_parts(sender: SenderCache, store: ShmStore | None = None) -> MediaParts:
     limits = MediaLimits()
     loader = BlockingLoader(limits)
     readonly = ItemTable(CAPACITY)
@@ -49,7 +49,7 @@ def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perce
             limits=limits,
         )
 
-    return Perception(
+    return MediaParts(
         caches=Caches(sender=sender, readonly=readonly, store=store),
         pipeline=make_pipeline(),
         readonly=make_pipeline(),
@@ -59,10 +59,10 @@ def make_perception(sender: SenderCache, store: ShmStore | None = None) -> Perce
 
 
 @pytest.fixture
-def perception() -> Iterator[Perception]:
-    perception = make_perception(MirrorSender(CAPACITY, epoch=1))
-    yield perception
-    perception.close()
+def media_parts() -> Iterator[MediaParts]:
+    media_parts = make_media_parts(MirrorSender(CAPACITY, epoch=1))
+    yield media_parts
+    media_parts.close()
 
 
 @pytest.fixture
@@ -82,17 +82,17 @@ def look_up(sender: SenderCache, *names: str, num_bytes: int = 128) -> None:
 
 
 def test_look_ups_of_media_are_counted_once_however_often_one_looks(
-    metrics: FrontendMetrics, perception: Perception
+    metrics: FrontendMetrics, media_parts: MediaParts
 ) -> None:
-    sender = perception.caches.sender
+    sender = media_parts.caches.sender
     look_up(sender, "cat", "dog", "cat")
-    metrics.sync(perception=perception)
-    metrics.sync(perception=perception)
+    metrics.sync(media_parts=media_parts)
+    metrics.sync(media_parts=media_parts)
     values = read(metrics)
     assert values.get("vllm:mm_cache_queries_total") == 3
     assert values.get("vllm:mm_cache_hits_total") == 1
     look_up(sender, "dog")
-    metrics.sync(perception=perception)
+    metrics.sync(media_parts=media_parts)
     values = read(metrics)
     assert values.get("vllm:mm_cache_queries_total", model_name="tiny") == 4
     assert values.get("sensorium:cache_queries_total", level="processor") == 4
@@ -102,36 +102,36 @@ def test_look_ups_of_media_are_counted_once_however_often_one_looks(
 
 
 def test_requests_without_an_engine_have_a_level_of_their_own(
-    metrics: FrontendMetrics, perception: Perception
+    metrics: FrontendMetrics, media_parts: MediaParts
 ) -> None:
-    readonly = perception.caches.readonly
+    readonly = media_parts.caches.readonly
     for _ in range(2):
         handle = readonly.get_and_update_item("cat", make_item("cat"))
         assert handle is not None
         readonly.release([handle])
-    metrics.sync(perception=perception)
+    metrics.sync(media_parts=media_parts)
     values = read(metrics)
     assert values.get("sensorium:cache_hits_total", level="readonly") == 1
     assert values.get("vllm:mm_cache_queries_total") == 0
 
 
 def test_evictions_of_a_private_cache_are_the_frontends_to_count(
-    metrics: FrontendMetrics, perception: Perception
+    metrics: FrontendMetrics, media_parts: MediaParts
 ) -> None:
-    look_up(perception.caches.sender, *map(str, range(8)), num_bytes=1024)
-    metrics.sync(perception=perception)
+    look_up(media_parts.caches.sender, *map(str, range(8)), num_bytes=1024)
+    metrics.sync(media_parts=media_parts)
     values = read(metrics)
-    num_evictions = perception.caches.sender.statistics().num_evictions
+    num_evictions = media_parts.caches.sender.statistics().num_evictions
     assert num_evictions > 0
     assert values.get("sensorium:cache_evictions_total", level="processor") == num_evictions
 
 
 def test_what_a_shared_store_holds_is_left_to_the_core(metrics: FrontendMetrics) -> None:
     store = ShmStore.create(capacity_bytes=1 << 16, max_object_bytes=1 << 15)
-    perception = make_perception(ShmSender(store), store)
-    look_up(perception.caches.sender, "cat", "cat")
-    look_up(perception.caches.sender, *map(str, range(4)), num_bytes=29_952)
-    metrics.sync(perception=perception)
+    media_parts = make_media_parts(ShmSender(store), store)
+    look_up(media_parts.caches.sender, "cat", "cat")
+    look_up(media_parts.caches.sender, *map(str, range(4)), num_bytes=29_952)
+    metrics.sync(media_parts=media_parts)
     values = read(metrics)
     assert store.statistics().num_evictions > 0
     assert values.get("vllm:mm_cache_queries_total") == 6
@@ -139,17 +139,17 @@ def test_what_a_shared_store_holds_is_left_to_the_core(metrics: FrontendMetrics)
     assert values.get("sensorium:cache_items", level="processor") == 0
     assert values.get("sensorium:cache_bytes", level="processor") == 0
     assert values.get("sensorium:cache_evictions_total", level="processor") == 0
-    perception.close()
+    media_parts.close()
 
 
 def test_media_is_counted_by_source_and_by_reason_of_refusal(
-    metrics: FrontendMetrics, perception: Perception
+    metrics: FrontendMetrics, media_parts: MediaParts
 ) -> None:
     empty = "data:image/png;base64,"
     with pytest.raises(RequestError):
-        perception.loader.load(empty, "image")
-    perception.loader.load(empty + base64.b64encode(b"pixels").decode(), "image")
-    metrics.sync(perception=perception)
+        media_parts.loader.load(empty, "image")
+    media_parts.loader.load(empty + base64.b64encode(b"pixels").decode(), "image")
+    metrics.sync(media_parts=media_parts)
     values = read(metrics)
     assert values.get("sensorium:media_refusals_total", reason="empty") == 1
     assert values.get("sensorium:media_bytes_total", source="data") == len(b"pixels")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sensorium.engine.build.options import LoadingOptions, MediaOptions
+from sensorium.engine.assembly.options import LoadingOptions, MediaOptions
 from sensorium.engine.core_process import CoreInfo
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.control import (

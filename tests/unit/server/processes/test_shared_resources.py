@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sensorium.engine.build.options import MediaOptions
+from sensorium.engine.assembly.options import MediaOptions
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.server.options import ServeOptions
 from sensorium.server.processes.shared_resources import Address, sharing_resources

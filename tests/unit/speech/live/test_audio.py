@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sensorium.speech.live.audio import AudioDecoder, AudioFormat, Encoding, write_wav
-from tests.support.talking import LOUD, make_sound, to_pcm16
+from tests.support.talking import LOUD, make_tones, to_pcm16
 
 
 def decode_in_chunks(form: AudioFormat, audio: bytes, sizes: list[int]) -> np.ndarray:
@@ -32,16 +32,16 @@ def decode_in_chunks(form: AudioFormat, audio: bytes, sizes: list[int]) -> np.nd
 )
 @given(sizes=st.lists(st.integers(0, 3000), max_size=12))
 def test_samples_do_not_depend_on_where_chunks_end(form: AudioFormat, sizes: list[int]) -> None:
-    sound = make_sound((LOUD, 0.4), rate=form.rate)
-    audio = to_pcm16(sound)
+    audio = make_tones((LOUD, 0.4), rate=form.rate)
+    audio = to_pcm16(audio)
     whole = decode_in_chunks(form, audio, [])
     assert np.array_equal(decode_in_chunks(form, audio, sizes), whole)
 
 
 def test_resampled_audio_is_that_of_one_call() -> None:
-    sound = make_sound((LOUD, 1.0), rate=24_000)
-    found = decode_in_chunks(AudioFormat("pcm16", 24_000), to_pcm16(sound), [999] * 30)
-    stored = np.frombuffer(to_pcm16(sound), "<i2").astype(np.float32) / 32768
+    audio = make_tones((LOUD, 1.0), rate=24_000)
+    found = decode_in_chunks(AudioFormat("pcm16", 24_000), to_pcm16(audio), [999] * 30)
+    stored = np.frombuffer(to_pcm16(audio), "<i2").astype(np.float32) / 32768
     expected = soxr.resample(stored, 24_000, 16_000, "HQ")
     assert len(found) == 16_000
     assert np.abs(found - expected).max() < 1e-4
@@ -71,5 +71,5 @@ def test_a_wav_file_has_the_samples() -> None:
 def test_a_flush_ends_a_stream() -> None:
     decoder = AudioDecoder(AudioFormat("pcm16", 24_000))
     for _ in range(2):
-        sound = to_pcm16(make_sound((LOUD, 0.3), rate=24_000)) + b"\x01"  # half a sample too much
-        assert len(decoder.decode(sound)) + len(decoder.flush()) == 4800
+        audio = to_pcm16(make_tones((LOUD, 0.3), rate=24_000)) + b"\x01"  # half a sample too much
+        assert len(decoder.decode(audio)) + len(decoder.flush()) == 4800

@@ -20,7 +20,7 @@ from sensorium.speech.live.turns import (
     TurnStarted,
 )
 from sensorium.speech.live.voices import FRAME
-from tests.support.talking import LOUD, QUIET, RATE, LoudnessDetector, make_sound
+from tests.support.talking import LOUD, QUIET, RATE, LoudnessDetector, make_tones
 
 FRAME_S = FRAME / RATE
 
@@ -29,57 +29,57 @@ def make_buffer(detection: TurnDetection | None = TurnDetection()) -> TurnBuffer
     return TurnBuffer(detection, make_detector=LoudnessDetector)
 
 
-def add(buffer: TurnBuffer, sound: np.ndarray, step: int = 1600) -> list[TurnEvent]:
+def add(buffer: TurnBuffer, audio: np.ndarray, step: int = 1600) -> list[TurnEvent]:
     events = []
-    for start in range(0, len(sound), step):
-        events += buffer.add(sound[start : start + step])
+    for start in range(0, len(audio), step):
+        events += buffer.add(audio[start : start + step])
     return events
 
 
 def test_a_turn_has_padding_before_it_and_silence_behind_it() -> None:
-    sound = make_sound((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
-    started, ended = add(make_buffer(), sound)
+    audio = make_tones((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
+    started, ended = add(make_buffer(), audio)
     assert isinstance(started, TurnStarted)
     assert isinstance(ended, TurnEnded)
     assert started.start / RATE == pytest.approx(0.7, abs=FRAME_S)
     assert ended.start == started.start
     assert ended.end / RATE == pytest.approx(2.5, abs=2 * FRAME_S)
-    assert np.array_equal(ended.samples, sound[ended.start : ended.end])
+    assert np.array_equal(ended.samples, audio[ended.start : ended.end])
 
 
 def test_a_short_pause_does_not_end_a_turn() -> None:
-    sound = make_sound((LOUD, 0.5), (QUIET, 0.4), (LOUD, 0.5), (QUIET, 0.6))
-    events = add(make_buffer(), sound)
+    audio = make_tones((LOUD, 0.5), (QUIET, 0.4), (LOUD, 0.5), (QUIET, 0.6))
+    events = add(make_buffer(), audio)
     assert [type(event) for event in events] == [TurnStarted, TurnEnded]
     short = TurnDetection(silence_duration_ms=300)
-    assert len(add(make_buffer(short), sound)) == 4
+    assert len(add(make_buffer(short), audio)) == 4
 
 
 @pytest.mark.parametrize("threshold", [0.02, 0.1, 0.15, 1.0])
 def test_any_threshold_lets_a_turn_end(threshold: float) -> None:
-    sound = make_sound((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
-    events = add(make_buffer(TurnDetection(threshold=threshold)), sound)
+    audio = make_tones((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
+    events = add(make_buffer(TurnDetection(threshold=threshold)), audio)
     assert [type(event) for event in events] == [TurnStarted, TurnEnded]
 
 
 def test_a_turn_ends_at_once_but_not_while_there_is_a_voice() -> None:
-    sound = make_sound((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
-    events = add(make_buffer(TurnDetection(silence_duration_ms=0)), sound)
+    audio = make_tones((QUIET, 1.0), (LOUD, 1.0), (QUIET, 1.0))
+    events = add(make_buffer(TurnDetection(silence_duration_ms=0)), audio)
     assert [type(event) for event in events] == [TurnStarted, TurnEnded]
 
 
 def test_turns_do_not_overlap() -> None:
     long_padding = TurnDetection(prefix_padding_ms=2000, silence_duration_ms=100)
-    sound = make_sound((LOUD, 0.5), (QUIET, 0.3), (LOUD, 0.5), (QUIET, 0.3))
-    turns = [e for e in add(make_buffer(long_padding), sound) if isinstance(e, TurnEnded)]
+    audio = make_tones((LOUD, 0.5), (QUIET, 0.3), (LOUD, 0.5), (QUIET, 0.3))
+    turns = [e for e in add(make_buffer(long_padding), audio) if isinstance(e, TurnEnded)]
     assert turns[0].start == 0
     assert turns[1].start == turns[0].end
 
 
 def test_speech_without_end_is_cut_at_its_quietest_place() -> None:
     # A quiet place of 0.3 s, which ends no turn, after 25 s of 45.
-    sound = make_sound((LOUD, 25.0), (QUIET, 0.3), (LOUD, 19.7), (QUIET, 1.0))
-    events = add(make_buffer(), sound)
+    audio = make_tones((LOUD, 25.0), (QUIET, 0.3), (LOUD, 19.7), (QUIET, 1.0))
+    events = add(make_buffer(), audio)
     assert [type(each) for each in events] == [TurnStarted, TurnEnded, TurnStarted, TurnEnded]
     first, again, last = events[1:]
     assert isinstance(first, TurnEnded)
@@ -87,12 +87,12 @@ def test_speech_without_end_is_cut_at_its_quietest_place() -> None:
     assert 25.0 <= first.end / RATE <= 25.3 + FRAME_S
     assert again == TurnStarted(first.end)
     heard = np.concatenate([first.samples, last.samples])
-    assert np.array_equal(heard, sound[: last.end])  # nothing is lost between the two
+    assert np.array_equal(heard, audio[: last.end])  # nothing is lost between the two
 
 
 def test_a_commit_ends_the_turn_that_is_spoken() -> None:
     buffer = make_buffer()
-    add(buffer, make_sound((QUIET, 1.0), (LOUD, 0.5)))
+    add(buffer, make_tones((QUIET, 1.0), (LOUD, 0.5)))
     turn = buffer.commit()
     assert turn.end == buffer.end == 1.5 * RATE
     with pytest.raises(AudioBufferError) as caught:
@@ -103,21 +103,21 @@ def test_a_commit_ends_the_turn_that_is_spoken() -> None:
 
 def test_without_speech_there_is_nothing_to_commit() -> None:
     buffer = make_buffer()
-    add(buffer, make_sound((QUIET, 5.0)))
+    add(buffer, make_tones((QUIET, 5.0)))
     with pytest.raises(AudioBufferError, match="no speech"):
         buffer.commit()
 
 
 def test_without_detection_the_caller_ends_turns() -> None:
     buffer = make_buffer(None)
-    sound = make_sound((QUIET, 0.5), (LOUD, 0.5))
-    assert add(buffer, sound) == []
-    assert np.array_equal(buffer.commit().samples, sound)
-    add(buffer, sound[:800])
+    audio = make_tones((QUIET, 0.5), (LOUD, 0.5))
+    assert add(buffer, audio) == []
+    assert np.array_equal(buffer.commit().samples, audio)
+    add(buffer, audio[:800])
     with pytest.raises(AudioBufferError, match="50 ms"):
         buffer.commit()
-    add(buffer, sound[:800])
-    assert buffer.commit().start == len(sound)  # time goes on
+    add(buffer, audio[:800])
+    assert buffer.commit().start == len(audio)  # time goes on
 
 
 def test_a_full_buffer_takes_no_more_and_keeps_what_it_has() -> None:
@@ -147,24 +147,24 @@ def test_an_hour_of_silence_holds_no_memory() -> None:
     ),
     step=st.integers(100, 20_000),
 )
-def test_turns_are_pieces_of_the_sound_in_order(
+def test_turns_are_pieces_of_the_audio_in_order(
     parts: list[tuple[float, float]], step: int
 ) -> None:
-    sound = make_sound(*parts)
+    audio = make_tones(*parts)
     buffer = make_buffer()
-    events = add(buffer, sound, step)
+    events = add(buffer, audio, step)
     kinds = [type(event) for event in events]
     assert kinds == [TurnStarted, TurnEnded] * (len(kinds) // 2) + [TurnStarted] * (len(kinds) % 2)
     end = 0
     for event in events:
         assert event.start >= end
         if isinstance(event, TurnEnded):
-            assert np.array_equal(event.samples, sound[event.start : event.end])
+            assert np.array_equal(event.samples, audio[event.start : event.end])
             assert event.end - event.start <= MAX_TURN_S * RATE
             end = event.end
-    assert events == [] or buffer.end == len(sound)
+    assert events == [] or buffer.end == len(audio)
     is_open = len(kinds) % 2 == 1
     assert is_open or buffer.num_samples <= 0.3 * RATE + 2 * FRAME + step
     # The same sound in chunks of another size has the same turns.
-    again = add(make_buffer(), sound, 512)
+    again = add(make_buffer(), audio, 512)
     assert [(type(e), e.start) for e in again] == [(type(e), e.start) for e in events]

@@ -75,17 +75,17 @@ def test_the_network_computes_what_the_package_does(
     assert np.abs(np.array(found) - expected).max() < 1e-4
 
 
-def test_speech_is_found_and_other_sounds_are_not(speech: np.ndarray) -> None:
+def test_speech_is_found_and_other_audios_are_not(speech: np.ndarray) -> None:
     likely = SileroDetector().detect(speech)
     assert np.mean(np.array(likely) > 0.5) > 0.7
     rng = np.random.default_rng(0)
     times = np.arange(100 * FRAME) / 16_000
-    for sound in (
+    for audio in (
         np.zeros(100 * FRAME),
         rng.normal(0, 0.05, 100 * FRAME),
         0.3 * np.sin(2 * np.pi * 440 * times),
     ):
-        frames = sound.astype(np.float32).reshape(-1, FRAME)
+        frames = audio.astype(np.float32).reshape(-1, FRAME)
         assert max(SileroDetector().detect(frames)) < 0.5
 
 

@@ -157,8 +157,8 @@ def test_what_no_kernel_can_do_is_no_error(
     monkeypatch.setattr(building.kernels, "find_obstacle", lambda _: None)
     monkeypatch.setattr(building, "TritonPagedAttention", fail)
     directory = tiny_model("llama")
-    adapter = load_model(
+    hf_model = load_model(
         directory, load_config(directory), dtype=torch.float32, device=torch.device("cpu")
     )
-    found = building.find_graph_parts(adapter, adapter.probe_layers(), block_size=16)
+    found = building.find_graph_parts(hf_model, hf_model.probe_layers(), block_size=16)
     assert found == "a trial of the decode kernels failed: RuntimeError: no compiler"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sensorium.models.adapter import ModelAdapter
+from sensorium.models.hf_model import HfModel
 from sensorium.models.loading import load_config, load_model
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
@@ -24,7 +24,7 @@ MERGED = 4  # patches per embedding
 
 
 @pytest.fixture(scope="module")
-def adapter(tiny_model: Callable[[str], str]) -> ModelAdapter:
+def hf_model(tiny_model: Callable[[str], str]) -> HfModel:
     directory = tiny_model("qwen2_5_vl")
     cpu = torch.device("cpu")
     return load_model(directory, load_config(directory), dtype=torch.float32, device=cpu)
@@ -36,8 +36,8 @@ def recorder() -> AgainRecorder:
 
 
 @pytest.fixture
-def graphs(adapter: ModelAdapter, recorder: AgainRecorder) -> EncoderGraphs:
-    return EncoderGraphs(adapter, recorder, max_bytes=1)
+def graphs(hf_model: HfModel, recorder: AgainRecorder) -> EncoderGraphs:
+    return EncoderGraphs(hf_model, recorder, max_bytes=1)
 
 
 @pytest.fixture
@@ -65,39 +65,39 @@ def encode(runner: Any, *items: MultiModalKwargsItem) -> list[torch.Tensor]:
     return result
 
 
-def assert_encodes(graphs: EncoderGraphs, adapter: ModelAdapter, item: Any) -> None:
-    [found], [expected] = encode(graphs, item), encode(adapter, item)
+def assert_encodes(graphs: EncoderGraphs, hf_model: HfModel, item: Any) -> None:
+    [found], [expected] = encode(graphs, item), encode(hf_model, item)
     assert torch.equal(found, expected)
 
 
 def test_a_shape_is_captured_when_it_has_come_a_few_times(
-    graphs: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
+    graphs: EncoderGraphs, hf_model: HfModel, recorder: AgainRecorder
 ) -> None:
     for seed in range(NUM_BEFORE_CAPTURE):
-        assert_encodes(graphs, adapter, make_item(seed))
+        assert_encodes(graphs, hf_model, make_item(seed))
     assert recorder.recordings == []
-    assert_encodes(graphs, adapter, make_item(90))
+    assert_encodes(graphs, hf_model, make_item(90))
     assert len(recorder.recordings) == 1
     assert recorder.num_replays == 0
     for seed in (91, 92, 91):
-        assert_encodes(graphs, adapter, make_item(seed))
+        assert_encodes(graphs, hf_model, make_item(seed))
     assert recorder.num_replays == 3
 
 
 def test_results_of_earlier_replays_stay_as_they_are(
-    at_once: EncoderGraphs, adapter: ModelAdapter
+    at_once: EncoderGraphs, hf_model: HfModel
 ) -> None:
     results = [encode(at_once, make_item(seed))[0] for seed in range(4)]
     for seed, result in enumerate(results):
-        assert torch.equal(result, encode(adapter, make_item(seed))[0])
+        assert torch.equal(result, encode(hf_model, make_item(seed))[0])
 
 
 def test_pictures_of_equal_size_and_another_grid_have_their_own_graph(
-    at_once: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
+    at_once: EncoderGraphs, hf_model: HfModel, recorder: AgainRecorder
 ) -> None:
     sides = [(4, 6), (6, 4), (2, 12), (4, 6), (12, 2), (6, 4)]
     for seed, (height, width) in enumerate(sides):
-        assert_encodes(at_once, adapter, make_item(seed, height, width))
+        assert_encodes(at_once, hf_model, make_item(seed, height, width))
     assert len(recorder.recordings) == 4
     assert recorder.num_replays == 2
 
@@ -110,14 +110,14 @@ def test_several_items_are_never_replayed(at_once: EncoderGraphs, recorder: Agai
 
 def test_a_shape_that_comes_twice_as_often_takes_the_place_of_the_rarest(
     at_once: EncoderGraphs,
-    adapter: ModelAdapter,
+    hf_model: HfModel,
     recorder: AgainRecorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(encoder_graphs, "_MAX_GRAPHS", 2)
     widths = [2, 2, 2, 4, 6, 6, 6, 4]  # the third time, the shape of width 6 takes that of width 4
     for seed, width in enumerate(widths):
-        assert_encodes(at_once, adapter, make_item(seed, 4, width))
+        assert_encodes(at_once, hf_model, make_item(seed, 4, width))
     assert len(recorder.recordings) == 3
     assert recorder.num_replays == 2
     assert at_once.num_graphs == 2
@@ -194,17 +194,17 @@ class _WrongRecorder(AgainRecorder):
     [(_FailingRecorder(), "not permitted when"), (_WrongRecorder(), "a replay is off by")],
 )
 def test_an_encoder_that_can_not_be_captured_runs_without_graphs(
-    adapter: ModelAdapter,
+    hf_model: HfModel,
     recorder: AgainRecorder,
     reason: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
-    graphs = EncoderGraphs(adapter, recorder, max_bytes=1)
+    graphs = EncoderGraphs(hf_model, recorder, max_bytes=1)
     with caplog.at_level("INFO"):
         for width in (2, 2, 4, 6, 8):  # three shapes are tried, each of them once
-            assert_encodes(graphs, adapter, make_item(1, 2, width))
+            assert_encodes(graphs, hf_model, make_item(1, 2, width))
     assert graphs.refused.keys() == {"image"}
     assert len(graphs._counts) == 0
     messages = [record.getMessage() for record in caplog.records if reason in record.getMessage()]
@@ -213,7 +213,7 @@ def test_an_encoder_that_can_not_be_captured_runs_without_graphs(
 
 
 def test_an_item_without_finite_numbers_says_nothing_about_graphs(
-    at_once: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
+    at_once: EncoderGraphs, hf_model: HfModel, recorder: AgainRecorder
 ) -> None:
     bad = make_item(1)
     bad["pixel_values"][0] = float("nan")
@@ -221,24 +221,24 @@ def test_an_item_without_finite_numbers_says_nothing_about_graphs(
         assert not torch.isfinite(encode(at_once, bad)[0]).all()
     assert at_once._refusals == {}
     for seed in range(2):
-        assert_encodes(at_once, adapter, make_item(seed))
+        assert_encodes(at_once, hf_model, make_item(seed))
     assert recorder.num_replays == 1
 
 
 def test_a_lack_of_memory_is_tried_again_later(
-    adapter: ModelAdapter, monkeypatch: pytest.MonkeyPatch
+    hf_model: HfModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoder_graphs, "NUM_BEFORE_CAPTURE", 0)
     recorder = _FullRecorder()
-    graphs = EncoderGraphs(adapter, recorder, max_bytes=1)
+    graphs = EncoderGraphs(hf_model, recorder, max_bytes=1)
     for seed in range(4):
-        assert_encodes(graphs, adapter, make_item(seed))
+        assert_encodes(graphs, hf_model, make_item(seed))
     assert graphs._refusals == {}
     assert graphs.num_graphs == 1
 
 
 def test_a_bad_item_fails_alone_and_does_not_turn_graphs_off(
-    at_once: EncoderGraphs, adapter: ModelAdapter, recorder: AgainRecorder
+    at_once: EncoderGraphs, hf_model: HfModel, recorder: AgainRecorder
 ) -> None:
     bad = make_item(1)
     for _ in range(2):
@@ -248,7 +248,7 @@ def test_a_bad_item_fails_alone_and_does_not_turn_graphs_off(
         ):
             at_once.encode("image", [bad], [7])
     for seed in range(2):
-        assert_encodes(at_once, adapter, make_item(seed))
+        assert_encodes(at_once, hf_model, make_item(seed))
     assert recorder.num_replays == 1
 
 

@@ -102,8 +102,8 @@ def get_transcriber(context: Context, task: Task) -> Transcriber:
     """
     transcriber = context.transcriber
     if transcriber is None:
-        has_sounds = "audio" in context.engine.modalities
-        where = " Send sounds as `input_audio` in messages to" if has_sounds else " Use"
+        has_audio = "audio" in context.engine.modalities
+        where = " Send sounds as `input_audio` in messages to" if has_audio else " Use"
         hint = f"{where} /v1/chat/completions." if context.has_chat else ""
         raise _make_route_error(f"This model does not transcribe sounds.{hint}")
     if task == "translate" and not transcriber.can_translate:

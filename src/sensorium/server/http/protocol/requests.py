@@ -128,7 +128,7 @@ class MediaUrl(Struct, kw_only=True):
     detail: _Text = UNSET
 
 
-class SoundData(Struct, kw_only=True):
+class AudioData(Struct, kw_only=True):
     data: str
     format: _Text = UNSET
 
@@ -156,7 +156,7 @@ class VideoUrlPart(_MediaPart, kw_only=True):
 
 class InputAudioPart(_MediaPart, kw_only=True):
     type: Literal["input_audio"]
-    input_audio: SoundData | None
+    input_audio: AudioData | None
 
 
 class ImageEmbedsPart(_MediaPart, kw_only=True):

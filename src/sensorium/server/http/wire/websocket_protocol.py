@@ -63,7 +63,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._has_failed = False  # it is not read any more
-        self._is_heard = False  # something was received since the last ping
+        self._is_taken = False  # something was received since the last ping
         self._num_acknowledged = 0  # bytes, before the last ping
         now = self.loop.time()
         self._num_control = 0  # frames, of this portion
@@ -111,7 +111,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.transport.close()
 
     def _parse(self, data: bytes) -> None:
-        self._is_heard = True
+        self._is_taken = True
         self._num_control = 0
         super().data_received(data)
         if len(self.frames) > MAX_FRAGMENTS:
@@ -201,7 +201,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     def send_keepalive_ping(self) -> None:
         if not self.transport.is_closing():
-            self._is_heard = False
+            self._is_taken = False
             self._num_acknowledged = read_progress(self.transport).num_acknowledged
         super().send_keepalive_ping()
 
@@ -209,7 +209,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         if self.close_sent or self.transport.is_closing():
             return
         is_paused = self.read_paused or self._turns.has_rest
-        if self._is_heard or (is_paused and self._has_taken_ping()):
+        if self._is_taken or (is_paused and self._has_taken_ping()):
             self.pong_timer = self.pending_ping_payload = None
             self.schedule_ping()
             return

@@ -13,14 +13,14 @@ from tests.support.talking import (
     LOUD,
     QUIET,
     Talker,
-    make_sound,
+    make_tones,
 )
 from tests.support.waiting import wait_until
 from tests.unit.server.standing_in import RunningServer
 from tests.unit.server.transcribing import ScriptedTranscriber
 
 OPENAI = "?intent=transcription"
-SPOKEN = make_sound((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0))
+SPOKEN = make_tones((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0))
 PCM16K = {"type": "audio/pcm", "rate": 16_000}
 COMPLETED = "conversation.item.input_audio_transcription.completed"
 DELTA = "conversation.item.input_audio_transcription.delta"

@@ -21,7 +21,7 @@ from tests.support.talking import (
     LOUD,
     QUIET,
     Talker,
-    make_sound,
+    make_tones,
     to_pcm16,
 )
 from tests.support.waiting import wait_until
@@ -60,7 +60,7 @@ def test_garbage_is_answered_and_the_session_goes_on(server: RunningServer) -> N
             assert error["type"] == "error", message[:50]
             assert error["error"]["code"] == code
             assert error["error"]["type"] == "invalid_request_error"
-        talker.say(make_sound((LOUD, 0.5)))
+        talker.say(make_tones((LOUD, 0.5)))
         talker.commit()
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == TEXT
 
@@ -74,7 +74,7 @@ def test_a_message_that_is_too_large_closes_the_connection(
         with pytest.raises(ConnectionClosed) as caught:
             talker.receive()
         assert caught.value.rcvd is None or caught.value.rcvd.code == 1009
-        neighbour.say(make_sound((LOUD, 0.5)))
+        neighbour.say(make_tones((LOUD, 0.5)))
         neighbour.commit()
         assert neighbour.receive_until(COMPLETED)[-1]["transcript"] == TEXT
     wait_until_empty(server, transcriber)
@@ -132,10 +132,10 @@ async def list_tasks() -> list[str]:
 
 def test_a_buffer_that_is_never_committed_is_bounded(server: RunningServer) -> None:
     with begin(server, turn_detection=None) as talker:
-        chunk = to_pcm16(make_sound((QUIET, 60.0)))
+        chunk = to_pcm16(make_tones((QUIET, 60.0)))
         for _ in range(5):
             talker.append(chunk)
-        talker.append(to_pcm16(make_sound((QUIET, 1.0))))
+        talker.append(to_pcm16(make_tones((QUIET, 1.0))))
         error = talker.receive()["error"]
         assert error["code"] == "input_audio_buffer_full"
         assert "300 seconds" in error["message"]
@@ -152,7 +152,7 @@ def test_a_client_that_sends_too_fast_is_slowed(
     """Ten minutes of speech in one go: the connection takes only so much before work is done."""
     gate = asyncio.Event()
     transcriber.between = lambda _: gate.wait()
-    turn = to_pcm16(make_sound((LOUD, 9.0), (QUIET, 1.0)))
+    turn = to_pcm16(make_tones((LOUD, 9.0), (QUIET, 1.0)))
     num_turns, sent = 60, []
 
     def send(talker: Talker) -> None:
@@ -185,14 +185,14 @@ def test_a_lost_engine_fails_the_item_and_not_the_session(
 
     with begin(server, turn_detection=None) as talker:
         transcriber.between = lose
-        talker.say(make_sound((LOUD, 0.5)))
+        talker.say(make_tones((LOUD, 0.5)))
         talker.commit()
         failed = talker.receive_until(FAILED)[-1]
         assert failed["error"]["code"] == "engine_lost"
         assert failed["error"]["message"] == "The engine ended."
         assert failed["item_id"]
         transcriber.between = None
-        talker.say(make_sound((LOUD, 0.5)))
+        talker.say(make_tones((LOUD, 0.5)))
         talker.commit()
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == TEXT
     ends = server.metrics.real.counter("vllm:request_success_total", "error")
@@ -219,7 +219,7 @@ def test_a_session_that_reaches_its_end_gets_what_was_said(
 ) -> None:
     server = make_server(realtime_max_session=5.0)
     with begin(server) as talker:
-        talker.say(make_sound((LOUD, 1.0)))  # the voice is not silent yet
+        talker.say(make_tones((LOUD, 1.0)))  # the voice is not silent yet
         messages = talker.receive_until("error")
         assert next(each for each in messages if each["type"] == COMPLETED)["transcript"] == TEXT
         assert messages[-1]["error"]["code"] == "session_expired"
@@ -288,7 +288,7 @@ def test_a_client_that_is_not_read_needs_to_answer_no_ping(
     transcriber.between = lambda _: gate.wait()
     # Once it is read again, it has to answer in time, however busy the machine is.
     server = make_server(ping_s=0.2, ping_timeout_s=5.0)
-    turn = to_pcm16(make_sound((LOUD, 9.0), (QUIET, 1.0)))
+    turn = to_pcm16(make_tones((LOUD, 9.0), (QUIET, 1.0)))
     with begin(server) as talker:
         sender = threading.Thread(target=lambda: [talker.append(turn) for _ in range(20)])
         sender.start()

@@ -19,7 +19,7 @@ from websockets.protocol import State
 from sensorium.server.http.wire import websocket_protocol
 from sensorium.server.http.wire.progress import TcpProgress
 from sensorium.server.http.wire.websocket_protocol import RealtimeProtocol
-from tests.support.talking import LOUD, QUIET, make_sound, to_pcm16
+from tests.support.talking import LOUD, QUIET, make_tones, to_pcm16
 from tests.support.waiting import wait_until
 from tests.unit.server.http.realtime.clients import (
     get_ends,
@@ -34,7 +34,7 @@ from tests.unit.server.transcribing import ScriptedTranscriber
 PING_S = 20.0
 CLOSE_S = 10.0  # after which a connection is dropped that does not take its close frame
 RESET = struct.pack("ii", 1, 0)  # the C struct linger: closing resets the connection
-TURN = to_pcm16(make_sound((LOUD, 9.0), (QUIET, 1.0)))
+TURN = to_pcm16(make_tones((LOUD, 9.0), (QUIET, 1.0)))
 FRAME = make_frame(
     json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(TURN).decode()})
 )

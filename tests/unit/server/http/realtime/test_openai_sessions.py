@@ -27,7 +27,7 @@ from tests.support.talking import (
     LOUD,
     QUIET,
     Talker,
-    make_sound,
+    make_tones,
     to_pcm16,
 )
 from tests.unit.server.http.realtime.clients import (
@@ -79,7 +79,7 @@ def test_a_client_that_commits_gets_all_of_its_audio(
 ) -> None:
     with begin(server, turn_detection=None) as talker:
         for seconds in (0.5, 0.25):
-            talker.say(make_sound((QUIET, seconds)))
+            talker.say(make_tones((QUIET, seconds)))
             talker.commit()
             talker.receive_until(COMPLETED)
         talker.commit(event_id="mine")
@@ -95,7 +95,7 @@ def test_answers_do_not_overtake_events(
     server = make_server()
     for _ in range(20):
         with begin(server, turn_detection=None) as talker:
-            talker.say(make_sound((LOUD, 0.5)))
+            talker.say(make_tones((LOUD, 0.5)))
             talker.commit()
             talker.commit()
             kinds = get_types(talker.receive_until("error"))
@@ -107,10 +107,10 @@ def test_cleared_audio_is_not_transcribed(
     server: RunningServer, transcriber: ScriptedTranscriber
 ) -> None:
     with begin(server, turn_detection=None) as talker:
-        talker.say(make_sound((LOUD, 1.0)))
+        talker.say(make_tones((LOUD, 1.0)))
         talker.send("input_audio_buffer.clear")
         assert talker.receive()["type"] == "input_audio_buffer.cleared"
-        talker.say(make_sound((LOUD, 0.5)))
+        talker.say(make_tones((LOUD, 0.5)))
         talker.commit()
         talker.receive_until(COMPLETED)
     assert len(transcriber.calls[0][0]) == 44 + 2 * 8000
@@ -171,7 +171,7 @@ def test_options_reach_the_transcriber(
             },
             include=["item.input_audio_transcription.logprobs"],
         )
-        talker.say(make_sound((LOUD, 0.5)))
+        talker.say(make_tones((LOUD, 0.5)))
         talker.commit()
         messages = talker.receive_until(COMPLETED)
     _, options, _ = transcriber.calls[0]
@@ -234,7 +234,7 @@ def test_options_that_the_model_can_not_take_are_refused_before_a_turn(
         error = talker.set_input(transcription={"prompt": "Ada", "language": "de"})["error"]
         assert error["param"] == "session.audio.input.transcription.language"
         assert "finds the language itself" in error["message"]
-        talker.say(make_sound((LOUD, 0.5)))
+        talker.say(make_tones((LOUD, 0.5)))
         talker.commit()
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == TEXT
     assert transcriber.calls[0][1].prompt == ""  # nothing of the message was taken
@@ -338,19 +338,19 @@ def make_mulaw(samples: Any) -> bytes:
 def test_audio_of_any_format_has_its_length(
     server: RunningServer, transcriber: ScriptedTranscriber, rate: int
 ) -> None:
-    sound = make_sound((LOUD, 1.0), rate=rate)
+    audio = make_tones((LOUD, 1.0), rate=rate)
     form = {"type": "audio/pcmu"} if rate == 8000 else {"type": "audio/pcm", "rate": rate}
-    audio = make_mulaw(sound) if rate == 8000 else to_pcm16(sound)
+    audio = make_mulaw(audio) if rate == 8000 else to_pcm16(audio)
     with begin(server, turn_detection=None) as talker:
         talker.set_input(format=form)
         for start in range(0, len(audio), 333):  # chunks end within samples
             talker.append(audio[start : start + 333])
         talker.commit()
         talker.receive_until(COMPLETED)
-    heard = np.frombuffer(transcriber.calls[0][0][44:], "<i2") / 32768
-    assert len(heard) == 16_000
-    expected = make_sound((LOUD, 1.0))
-    assert np.abs(heard - expected)[500:-500].max() < 0.02
+    received = np.frombuffer(transcriber.calls[0][0][44:], "<i2") / 32768
+    assert len(received) == 16_000
+    expected = make_tones((LOUD, 1.0))
+    assert np.abs(received - expected)[500:-500].max() < 0.02
 
 
 # ---- the openai package
@@ -375,9 +375,9 @@ async def talk_by_sdk(server: RunningServer) -> list[Any]:
                 },
             }
         )
-        sound = make_sound((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0), rate=24_000)
-        for start in range(0, len(sound), 2400):
-            audio = base64.b64encode(to_pcm16(sound[start : start + 2400])).decode()
+        audio = make_tones((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0), rate=24_000)
+        for start in range(0, len(audio), 2400):
+            audio = base64.b64encode(to_pcm16(audio[start : start + 2400])).decode()
             await connection.input_audio_buffer.append(audio=audio)
         async for event in connection:
             events.append(event)
@@ -415,8 +415,8 @@ def test_the_synchronous_client_commits(server: RunningServer) -> None:
         connection.session.update(
             session={"type": "transcription", "audio": {"input": {"turn_detection": None}}}
         )
-        sound = to_pcm16(make_sound((LOUD, 0.5), rate=24_000))
-        connection.input_audio_buffer.append(audio=base64.b64encode(sound).decode())
+        audio = to_pcm16(make_tones((LOUD, 0.5), rate=24_000))
+        connection.input_audio_buffer.append(audio=base64.b64encode(audio).decode())
         connection.input_audio_buffer.commit()
         text = next(event.transcript for event in connection if event.type == COMPLETED)
         connection.input_audio_buffer.commit()

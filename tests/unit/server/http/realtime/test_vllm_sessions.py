@@ -10,7 +10,7 @@ from tests.support.talking import (
     LOUD,
     QUIET,
     Talker,
-    make_sound,
+    make_tones,
 )
 from tests.unit.server.http.realtime.clients import (
     SPOKEN,
@@ -20,7 +20,7 @@ from tests.unit.server.standing_in import RunningServer
 from tests.unit.server.transcribing import TEXT
 
 
-def test_the_other_dialect_has_one_text_for_the_whole_sound(server: RunningServer) -> None:
+def test_the_other_dialect_has_one_text_for_the_whole_audio(server: RunningServer) -> None:
     with Talker(server.url) as talker:
         created = talker.receive()
         assert created["type"] == "session.created"
@@ -42,7 +42,7 @@ def test_the_other_dialect_has_one_text_for_the_whole_sound(server: RunningServe
             "seconds": 5.0,
         }
         # Another sound may follow.
-        talker.say(make_sound((QUIET, 0.2), (LOUD, 0.5)))
+        talker.say(make_tones((QUIET, 0.2), (LOUD, 0.5)))
         talker.commit(final=True)
         assert talker.receive_until("transcription.done")[-1]["text"] == TEXT
         talker.commit(final=True)

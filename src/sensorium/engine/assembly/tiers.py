@@ -1,0 +1,139 @@
+"""Builds the tiers behind the caches of media, which outlive the engine."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from sensorium.engine.assembly.options import LoadingOptions, MediaOptions
+from sensorium.engine.encoding.wire import Identity
+from sensorium.models.checkpoint import get_weights_identity
+from sensorium.models.ctc_transducer import is_ctc_transducer
+from sensorium.models.families import KNOWN_MODELS
+from sensorium.models.loading import resolve_device, resolve_dtype
+from sensorium.models.streaming import StreamingModel
+from sensorium.multimodal.tiers.address import parse_address
+from sensorium.multimodal.tiers.disk import DiskStore
+from sensorium.multimodal.tiers.interface import Store
+from sensorium.multimodal.tiers.tiers import MediaTiers
+from sensorium.types.errors import ModelError
+
+_PATIENCE_S = 2.0  # how long a request waits for a store that is not on this machine
+# Another version of one of these may make other tensors of a media item.
+_PACKAGES = ("sensorium", "torch", "transformers", "torchvision", "pillow", "av", "soundfile")
+# Limits that don't change what is made of an item.
+_FREE = frozenset(
+    {"deadline_s", "request_deadline_s", "process_deadline_s", "process_wait_s", "max_redirects"}
+    | {"allowed_domains", "allowed_local_path", "allow_private_addresses"}
+)
+
+
+def build_tiers(
+    loading: LoadingOptions,
+    directory: Path,
+    hf_config: PretrainedConfig,
+    options: MediaOptions,
+) -> MediaTiers | None:
+    """Open the stores that the options name, or return None if they name none.
+
+    Encoder outputs are shared by engines with the same weights in the same type, and the same
+    versions of libraries. Processed items are shared by those that process and limit them alike.
+    Call this before the weights are loaded, because their files may be replaced later. Raises a
+    `ModelError` if a store can't be used.
+    """
+    stores: list[Store] = []
+    if options.mm_disk_cache is not None:
+        folder = Path(options.mm_disk_cache).expanduser()
+        stores.append(DiskStore(folder, int(options.mm_disk_cache_gb * 2**30)))
+    if options.mm_remote_cache is not None:
+        stores.append(_open_remote(options.mm_remote_cache, options))
+    if not stores:
+        return None
+    identity = make_identity(loading, directory, hf_config, options)
+    return MediaTiers(
+        stores,
+        model="\n".join([identity.weights, identity.dtype, *identity.versions]),
+        processing="\n".join([*identity.versions, *identity.processing]),
+        width=get_encoder_width(hf_config),
+    )
+
+
+def make_identity(
+    loading: LoadingOptions, directory: Path, hf_config: PretrainedConfig, options: MediaOptions
+) -> Identity:
+    """Return everything that decides what encoders with these options make of a media item."""
+    dtype = resolve_dtype(loading.dtype, hf_config, resolve_device(loading.device))
+    return Identity(
+        weights=get_weights_identity(directory),
+        dtype=str(dtype),
+        versions=tuple(_list_versions()),
+        processing=tuple(_list_limits(options)),
+    )
+
+
+def _open_remote(url: str, options: MediaOptions) -> Store:
+    try:
+        from sensorium.multimodal.tiers.redis import RedisStore
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            "mm_remote_cache needs the package redis, which is not installed: "
+            "pip install 'sensorium[remote]'"
+        ) from error
+    address = parse_address(url)
+    return RedisStore(address, ttl_s=options.mm_remote_cache_ttl, patience_s=_PATIENCE_S)
+
+
+def _list_limits(options: MediaOptions) -> list[str]:
+    """Return all options of media that decide what is made of an item, and what is refused.
+
+    How an item is fetched, and how long that and its processing may take, changes nothing in it.
+    """
+    limits = options.media_limits
+    decisive = {
+        each.name: getattr(limits, each.name) for each in fields(limits) if each.name not in _FREE
+    } | {
+        "allow_larger_media": options.allow_larger_media,
+        "mm_processor_kwargs": options.mm_processor_kwargs,
+        "media_io_kwargs": options.media_io_kwargs,
+    }
+    return [f"{name}={value!r}" for name, value in decisive.items()]
+
+
+def _list_versions() -> list[str]:
+    return [f"{name} {_get_version(name)}" for name in _PACKAGES]
+
+
+def _get_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def get_encoder_width(hf_config: PretrainedConfig) -> int | None:
+    """Return how many numbers an embedding of a model's encoders has, or None if that is unknown.
+
+    Embeddings take the places of those of tokens. With DeepStack they have more for some layers.
+    """
+    text_config = hf_config.get_text_config(decoder=True)
+    widths = (getattr(text_config, name, None) for name in ("hidden_size", "d_model"))
+    width = next((each for each in widths if isinstance(each, int)), None)
+    deep = [
+        getattr(each, "deepstack_visual_indexes", None)
+        for each in (hf_config, getattr(hf_config, "vision_config", None))
+    ]
+    num_deep = max((len(each) for each in deep if each), default=0)
+    return None if width is None else width * (1 + num_deep)
+
+
+def takes_encoded(hf_config: PretrainedConfig) -> bool:
+    """Return whether encoder outputs of a model can be kept and used again.
+
+    A recogniser makes its answer of a sound at once, and a streaming model has no whole sound.
+    """
+    hf_model = KNOWN_MODELS.get(hf_config.model_type)
+    is_streaming = hf_model is not None and issubclass(hf_model, StreamingModel)
+    return not is_streaming and not is_ctc_transducer(hf_config)

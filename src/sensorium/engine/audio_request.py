@@ -1,0 +1,62 @@
+"""A request that takes a sound while it goes on, as the caller of an engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Protocol
+
+from sensorium.multimodal.processing.streaming_audio import AudioStream
+from sensorium.types.outputs import RequestDelta
+
+if TYPE_CHECKING:
+    import torch
+
+    from sensorium.multimodal.processing.audio import Samples
+
+
+class SendFeatures(Protocol):
+    """A function that sends features of a sound to the core, if there are any."""
+
+    def __call__(self, features: torch.Tensor | None, is_last: bool) -> None: ...
+
+
+class AudioRequest:
+    """A request that gets its sound part by part, and returns its text meanwhile.
+
+    It belongs to one event loop. Its sound is sent as features, and only those that are new.
+    """
+
+    def __init__(
+        self,
+        stream: AudioStream,
+        *,
+        send: SendFeatures,
+        deltas: AsyncIterator[RequestDelta],
+        abort: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self.send = send  # sends features that were computed elsewhere, too
+        self._abort = abort
+        self._is_ended = False
+        self.deltas = deltas  # of the text; the last one has `final` set
+
+    def append(self, samples: Samples) -> int:
+        """Add samples of the sound, and return for how many positions there are new features."""
+        features = self._stream.append(samples)
+        if features is None:
+            return 0
+        self.send(features, is_last=False)
+        return self._stream.count_positions(features)
+
+    def end(self) -> int:
+        """End the sound. The text of its end follows. Return the number of its last positions."""
+        if self._is_ended:
+            return 0
+        self._is_ended = True
+        features = self._stream.close()
+        self.send(features, is_last=True)
+        return 0 if features is None else self._stream.count_positions(features)
+
+    def close(self) -> None:
+        """Forget the request. If it has not ended, it is aborted."""
+        self._abort()

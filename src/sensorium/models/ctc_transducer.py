@@ -1,0 +1,304 @@
+"""Runs models that recognise speech without a decoder of tokens: an encoder with a small head.
+
+The head is a CTC head, which names a token or nothing ("blank") for each frame of the encoder, or a
+transducer (RNN-T, TDT), which walks through the frames and writes tokens at some of them. In both,
+what is found in a sound is a small table. It takes the place of the embeddings of other models: the
+encoder cache keeps it, and a request ends in the step in which it is there.
+
+The tables, in float32:
+  CTC: for each frame, the likeliest token and its log-probability.
+  Transducers: for each token, its id, its log-probability, its first frame and its frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.auto.modeling_auto import MODEL_FOR_CTC_MAPPING_NAMES
+
+from sensorium.layers.kv_layout import LayerSpec
+from sensorium.models.hf_model import HfModel
+from sensorium.models.long_context import ContextLimit
+from sensorium.models.media_batches import check_num_embeds
+from sensorium.models.seams.fusion import Fusion
+from sensorium.types.multimodal import MultiModalKwargsItem
+
+logger = logging.getLogger(__name__)
+PIECE_S = 30  # the longest sound that is encoded at once
+MASK = "attention_mask"
+# A request has one token that stands for nothing, and ends with another one.
+CONTEXT = 2
+NUM_COLUMNS = 4  # of the widest table
+_TRANSDUCERS = ("ParakeetForRNNT", "ParakeetForTDT")
+_LENGTH_STEPS = 4  # sounds in a batch are padded by less than an octave divided by this
+# The lengths of sounds for a trial, in samples and in rows of features. They make odd and even
+# numbers of frames, because a model may join two of them.
+_TRIAL_SAMPLES = (6_000, 6_320, 6_640, 10_000)
+_TRIAL_ROWS = (40, 47, 56, 80)
+_MOST_DIFFERENCE = 1e-4  # of results with and without padding, relative, by rounding in float32
+_FEATURE_SIZES = ("feature_projection_input_dim", "num_mel_bins", "input_dim")
+
+
+def is_ctc_transducer(config: PretrainedConfig) -> bool:
+    """Return whether a config is that of a model with a CTC head or a transducer."""
+    name = (config.architectures or [""])[0]
+    return name in _TRANSDUCERS or name in MODEL_FOR_CTC_MAPPING_NAMES.values()
+
+
+def is_transducer(config: PretrainedConfig) -> bool:
+    return (config.architectures or [""])[0] in _TRANSDUCERS
+
+
+def get_blank_id(config: PretrainedConfig) -> int:
+    """Return the token that stands for a frame without a token."""
+    blank = getattr(config, "blank_token_id", None)
+    return int(config.pad_token_id if blank is None else blank)
+
+
+def count_frames(model_class: Any, config: PretrainedConfig, num_inputs: int) -> int:
+    """Return how many frames the encoder makes of so many samples or spectrogram frames.
+
+    The functions of the model class for this need nothing of the model but its config.
+    """
+    model, lengths = SimpleNamespace(config=config), torch.tensor(num_inputs)
+    if hasattr(model_class, "_get_subsampling_output_length"):
+        return int(model_class._get_subsampling_output_length(model, lengths))
+    return int(model_class._get_feat_extract_output_lengths(model, lengths))
+
+
+class CtcTransducerModel(HfModel):
+    """An adapter for models that find all tokens of a sound while it is encoded.
+
+    Only the methods for encoders can be called, and those with which an engine is built.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # The base class would look for a decoder, and none of its parts are needed here.
+        self.model = model
+        self.config = self.text_config = model.config
+        self.own_attention_name = model.config._attn_implementation
+        self.fusion = Fusion()
+        self.long_after = None
+        self.has_mrope = False
+        self.vocab_size = int(model.config.vocab_size)
+        self.blank_id = get_blank_id(model.config)
+        self._input_name: str = model.main_input_name
+        self._can_pad = self._probe_padding()
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def probe_layers(self) -> tuple[LayerSpec, ...]:
+        """Return no layers: nothing is kept in a KV cache."""
+        return ()
+
+    def find_context_limit(self, _layers: Sequence[LayerSpec]) -> ContextLimit | None:
+        return None
+
+    def fuse(self) -> None:
+        """Leave the model as it is: the kernels are made for decoders."""
+
+    def get_batch_key(self, item: MultiModalKwargsItem) -> Hashable:
+        """Return a key that is equal for sounds that are encoded together.
+
+        These are sounds of about the same length. If padding would change what is heard, because
+        the model has no mask or does not heed it everywhere, they have exactly the same length.
+        """
+        size = item[self._input_name].shape[1]
+        has_padding = self._can_pad and MASK in item
+        return math.ceil(_LENGTH_STEPS * math.log2(size)) if has_padding else (size,)
+
+    @torch.inference_mode()
+    def _probe_padding(self) -> bool:
+        """Return whether the results of sounds stay the same beside a longer one.
+
+        This is found by encoding noise, because not every model with a mask heeds it everywhere.
+        """
+        sizes = _TRIAL_SAMPLES
+        rows: tuple[int, ...] = ()
+        if self._input_name != "input_values":
+            encoder = getattr(self.config, "encoder_config", self.config)
+            found = [getattr(encoder, name, None) for name in _FEATURE_SIZES]
+            sizes, rows = _TRIAL_ROWS, tuple(size for size in found if size is not None)[:1]
+        generator = torch.Generator().manual_seed(0)
+        items = [
+            {
+                self._input_name: torch.randn(1, size, *rows, generator=generator),
+                MASK: torch.ones(1, size, dtype=torch.bool),
+            }
+            for size in sizes
+        ]
+        try:
+            alone = [self._run_encoder(self._pad([item]))[0].float() for item in items]
+            together = self._run_encoder(self._pad(items)).float()
+        except Exception:  # models raise all kinds of errors: encode equal lengths only
+            logger.warning(
+                "only sounds of equal length are encoded together, which is slower: a trial with "
+                "padding failed",
+                exc_info=True,
+            )
+            return False
+        # In doubt nothing is padded, which costs only time.
+        most = max(_MOST_DIFFERENCE, 2 * torch.finfo(self.dtype).eps)
+        pairs = zip(together, alone, strict=True)
+        return all(
+            bool((found[: len(own)] - own).square().mean() <= most**2 * own.square().mean())
+            for found, own in pairs
+        )
+
+    def _run_encoder(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of a CTC model, or the encoded frames of a transducer."""
+        inputs = self.send_batch(batch)
+        if is_transducer(self.config):
+            encoded: torch.Tensor = self.model.get_audio_features(**inputs).pooler_output
+            return encoded
+        logits: torch.Tensor = self.model(**inputs).logits
+        return logits
+
+    def encode(
+        self, _modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Return the table of each sound, with all tokens that the model finds in it.
+
+        `num_embeds` are the numbers of their frames. The module's docstring explains the tables.
+        """
+        output = self._run_encoder(self._pad(items))
+        check_num_embeds([min(output.shape[1], most) for most in num_embeds], num_embeds)
+        if is_transducer(self.config):
+            return self._transduce(output, num_embeds, list(map(self._count_steps, items)))
+        scores = output.float()
+        best, token_ids = scores.max(-1)
+        table = torch.stack([token_ids.float(), best - scores.logsumexp(-1)], dim=-1)
+        return [rows[:number] for rows, number in zip(table, num_embeds, strict=True)]
+
+    def _pad(self, items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
+        """Return the inputs of several sounds, each with zeros behind it up to the longest."""
+        names = [name for name in (self._input_name, MASK) if name in items[0]]
+        size = max(item[self._input_name].shape[1] for item in items)
+        batch = {}
+        for name in names:
+            rows = [item[name] for item in items]
+            padded = rows[0].new_zeros(len(rows), size, *rows[0].shape[2:])
+            for place, row in zip(padded, rows, strict=True):
+                place[: row.shape[1]] = row[0]
+            batch[name] = padded
+        return batch
+
+    # ---- transducers
+
+    def _count_steps(self, item: MultiModalKwargsItem) -> int:
+        """Return after how many steps `generate` gives up a sound that it has not walked through.
+
+        Its generation config may limit them. Otherwise it leaves room for so many tokens in each
+        frame, also in those of padding that the features may have, and takes one for the start.
+        """
+        config = self.model.generation_config
+        if config.max_new_tokens is not None:
+            return int(config.max_new_tokens)
+        most = config.max_length
+        if most is None:
+            num_rows = item[self._input_name].shape[1]
+            most = count_frames(type(self.model), self.config, num_rows)
+            most *= self.config.max_symbols_per_step
+        return int(most) - 1
+
+    def _transduce(
+        self, encoded: torch.Tensor, num_frames: Sequence[int], num_steps: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Walk through the frames [sounds, frames, width] of sounds, and return the tokens of each.
+
+        Each sound has its number of frames, and of steps after which it is given up.
+
+        At each step the model names a token or nothing for the current frame, after the tokens
+        before it, and how many frames to go on. This is `generate` for several sounds of different
+        lengths, with the probabilities that `generate` does not return.
+        """
+        rows = torch.arange(len(encoded), device=encoded.device)
+        ends, most_steps = torch.tensor([num_frames, num_steps], device=encoded.device)
+        walk = _Walk(self.config, ends, most_steps)
+        token_ids, cache = self._get_first_ids(rows), None
+        while walk.goes_on:
+            frames = encoded[rows, walk.frames.clamp(max=encoded.shape[1] - 1), None]
+            output = self.model(
+                encoder_outputs=BaseModelOutputWithPooling(pooler_output=frames),
+                decoder_input_ids=token_ids[:, None],
+                decoder_cache=cache,
+                use_decoder_cache=True,
+            )
+            cache = output.decoder_cache
+            token_ids = walk.take(output.logits[:, -1].float())
+        return walk.make_tables()
+
+    def _get_first_ids(self, rows: torch.Tensor) -> torch.Tensor:
+        first = getattr(self.model.generation_config, "decoder_start_token_id", None)
+        return torch.full_like(rows, self.blank_id if first is None else int(first))
+
+
+class _Walk:
+    """The way of a transducer through several sounds: where it is in each, and what it found.
+
+    `ends` are the numbers of their frames, and `most_steps` bound how long it goes on in each: a
+    TDT may write tokens without ever going on.
+    """
+
+    def __init__(
+        self, config: PretrainedConfig, ends: torch.Tensor, most_steps: torch.Tensor
+    ) -> None:
+        self.frames = torch.zeros_like(ends)
+        self._ends = ends
+        self._most_steps = most_steps
+        self._is_within = ends > 0
+        self._blank_id = get_blank_id(config)
+        self._vocab_size = int(config.vocab_size)
+        durations = getattr(config, "durations", None)
+        # The frames that a TDT can go on. An RNN-T goes on by one, and only where nothing is heard.
+        self._durations = None if durations is None else torch.tensor(durations, device=ends.device)
+        self._max_symbols = int(config.max_symbols_per_step)
+        self._num_symbols = torch.zeros_like(self.frames)  # an RNN-T has written at its frame
+        self._found: list[torch.Tensor] = []  # for each step: [sounds, columns]
+        self._is_kept: list[torch.Tensor] = []
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are frames left in any of the sounds."""
+        return bool(self._is_within.any())
+
+    def take(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose the tokens of a step, go on in each sound, and return the tokens."""
+        scores = logits[:, : self._vocab_size]
+        best, token_ids = scores.max(-1)
+        is_blank = token_ids == self._blank_id
+        steps = self._get_steps(logits[:, self._vocab_size :], is_blank)
+        columns = (token_ids, best - scores.logsumexp(-1), self.frames, steps)
+        self._found.append(torch.stack([column.float() for column in columns], dim=-1))
+        self._is_kept.append(self._is_within & ~is_blank)
+        self.frames = self.frames + torch.where(self._is_within, steps, 0)
+        self._is_within = (self.frames < self._ends) & (len(self._found) < self._most_steps)
+        return token_ids
+
+    def _get_steps(self, logits: torch.Tensor, is_blank: torch.Tensor) -> torch.Tensor:
+        """Return how many frames to go on in each sound, given the logits of the durations."""
+        if self._durations is not None:
+            steps = self._durations[logits.argmax(-1)]
+            return torch.where(is_blank, steps.clamp(min=1), steps)
+        self._num_symbols = torch.where(is_blank, 0, self._num_symbols + 1)
+        goes_on = is_blank | (self._num_symbols >= self._max_symbols)
+        self._num_symbols = torch.where(goes_on, 0, self._num_symbols)
+        return goes_on.long()
+
+    def make_tables(self) -> list[torch.Tensor]:
+        """Return the tokens of each sound: [tokens, columns]."""
+        found, is_kept = torch.stack(self._found, dim=1), torch.stack(self._is_kept, dim=1)
+        return [rows[kept] for rows, kept in zip(found, is_kept, strict=True)]

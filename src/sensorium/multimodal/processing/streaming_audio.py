@@ -1,0 +1,182 @@
+"""Prepares sounds for models that hear them while they go on, such as Voxtral-Realtime.
+
+Every position of such a model has a token and a part of the sound. A whole file is prepared by the
+model's own processor. A sound that goes on is prepared part by part: the parts joined are the
+features of the whole sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from sensorium.models.ctc_transducer import is_ctc_transducer
+from sensorium.multimodal.processing.audio import NUM_SAMPLES, AudioProcessor, Samples
+from sensorium.multimodal.processing.ctc_transducer import CtcTransducerProcessor
+from sensorium.types.errors import RequestError
+from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, MultiModalKwargsItem
+from sensorium.types.request import StreamSpec
+
+MODEL_TYPE = "voxtral_realtime"
+_MAX_POSITIONS = 2**31 - 1  # a sound may be as long as it wants
+_MS_PER_S = 1000
+_MAX_DELAY_TOKENS = 30  # the longest delay that the model was trained for: 2.4 seconds
+
+
+def find_audio_class(config: PretrainedConfig) -> type[AudioProcessor] | None:
+    """Return the class that prepares sounds for a model that has them beside its prompt.
+
+    Return `None` for all other models.
+    """
+    if is_ctc_transducer(config):
+        return CtcTransducerProcessor
+    if config.model_type == MODEL_TYPE:
+        return StreamingAudioProcessor
+    return AudioProcessor if config.is_encoder_decoder else None
+
+
+def can_chat(audios: AudioProcessor | None) -> bool:
+    """Return whether a model takes conversations, given its processor of sounds beside a prompt.
+
+    A model that takes sounds while they go on answers a message of one sound with its text.
+    """
+    return audios is None or isinstance(audios, StreamingAudioProcessor)
+
+
+class StreamingAudioProcessor(AudioProcessor):
+    """The processor of a model that takes sounds while they go on.
+
+    `parts` is the processor of Transformers.
+    """
+
+    def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
+        del model_class
+        audio = parts.mistral_common_audio_config
+        instruct = parts.tokenizer.tokenizer.instruct_tokenizer
+        self._parts = parts
+        self._extractor = parts.feature_extractor
+        self._audio = instruct.audio_encoder
+        self._begin_ids = tuple(int(token_id) for token_id in instruct.start())
+        self.sampling_rate = int(audio.sampling_rate)
+        self.samples_per_frame = int(self._extractor.hop_length)
+        self.samples_per_token = int(audio.raw_audio_length_per_tok)
+        self.frames_per_token = int(config.audio_length_per_tok)
+        self.window = int(self._extractor.n_fft)  # samples that one frame is computed from
+        self.input_name = "input_features"
+        self.max_positions = _MAX_POSITIONS
+        self.start_token_ids = self.make_prompt(self.default_delay_ms)
+
+    @property
+    def token_ms(self) -> int:
+        """The milliseconds of sound that one token has."""
+        return _MS_PER_S * self.samples_per_token // self.sampling_rate
+
+    @property
+    def default_delay_ms(self) -> int:
+        return self.token_ms * int(self._parts.num_delay_tokens)
+
+    def count_delay_tokens(self, delay_ms: int) -> int:
+        """Return by how many tokens the text is behind the sound.
+
+        Raise a `RequestError` if the model can't have this delay.
+        """
+        count, rest = divmod(delay_ms, self.token_ms)
+        if rest or not 1 <= count <= _MAX_DELAY_TOKENS:
+            least, most = self.token_ms, _MAX_DELAY_TOKENS * self.token_ms
+            raise RequestError(
+                f"the delay of this model is a multiple of {least} ms, from {least} to {most} ms, "
+                f"not {delay_ms} ms"
+            )
+        return count
+
+    def make_prompt(self, delay_ms: int) -> tuple[int, ...]:
+        """Return the tokens with which a stream begins."""
+        return (*self._begin_ids, *map(int, self._audio.encode_streaming_tokens(delay_ms)))
+
+    def make_padding(self, delay_ms: int) -> tuple[int, int]:
+        """Return the samples of silence before a sound, and behind one of whole tokens."""
+        left, right = self._audio.get_padding_audio(delay_ms)
+        return len(left.audio_array), len(right.audio_array)
+
+    def process(self, audio: Samples) -> tuple[MultiModalKwargsItem, ItemLayout]:
+        """Return the features of a whole sound, and a layout with the number of its positions."""
+        features = self._parts(audio, return_tensors="pt")[self.input_name]
+        tensors = self._make_item(features, len(audio))
+        num_positions = self.count_positions(tensors)
+        if num_positions <= len(self.start_token_ids):
+            raise RequestError("this sound is too short: the model takes nothing of it")
+        return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
+
+    def count_positions(self, item: MultiModalKwargsItem) -> int:
+        return int(item[self.input_name].shape[-1]) // self.frames_per_token
+
+    def cut_window(
+        self, item: MultiModalKwargsItem, first_frame: int, num_frames: int
+    ) -> MultiModalKwargsItem:
+        """Return the item itself: the only window of a sound is the whole sound."""
+        del first_frame, num_frames
+        return {name: item[name] for name in (self.input_name, NUM_SAMPLES)}
+
+    def compute(self, samples: Samples) -> torch.Tensor:
+        """Return the features [bins, frames] of samples, without padding them."""
+        features: torch.Tensor = self._extractor(
+            samples, sampling_rate=self.sampling_rate, return_tensors="pt", center=False
+        )[self.input_name][0]
+        return features
+
+
+def describe_stream(
+    audios: AudioProcessor | None, features: Sequence[MultiModalFeatureSpec]
+) -> StreamSpec | None:
+    """Return how a request takes the whole sound that comes with it.
+
+    Return `None` if its model doesn't hear sounds while they go on.
+    """
+    if not isinstance(audios, StreamingAudioProcessor):
+        return None
+    return StreamSpec(
+        num_delay_tokens=audios.count_delay_tokens(audios.default_delay_ms),
+        num_received=sum(feature.mm_position.get_num_embeds() for feature in features),
+        is_open=False,
+    )
+
+
+class AudioStream:
+    """The features of one sound that goes on."""
+
+    def __init__(self, audios: StreamingAudioProcessor, delay_ms: int) -> None:
+        self._audios = audios
+        left, self._num_behind = audios.make_padding(delay_ms)
+        # A frame looks back for half of its window, also the first one.
+        self._rest: Samples = np.zeros(audios.window // 2 + left, np.float32)
+        self._num_samples = 0
+
+    def append(self, samples: Samples) -> torch.Tensor | None:
+        """Return the features of all tokens that are complete with these samples, if any are."""
+        self._num_samples += len(samples)
+        return self._take(samples)
+
+    def close(self) -> torch.Tensor | None:
+        """End the sound with silence, and return the features that are left."""
+        missing = -self._num_samples % self._audios.samples_per_token
+        silence = missing + self._num_behind + self._audios.window // 2
+        return self._take(np.zeros(silence, np.float32))
+
+    def count_positions(self, features: torch.Tensor) -> int:
+        """Return for how many positions of the model some features are."""
+        return int(features.shape[-1]) // self._audios.frames_per_token
+
+    def _take(self, samples: Samples) -> torch.Tensor | None:
+        size, window = self._audios.samples_per_token, self._audios.window
+        self._rest = np.concatenate((self._rest, samples))
+        num_tokens = (len(self._rest) - window) // size
+        if num_tokens < 1:
+            return None
+        used = num_tokens * size
+        features = self._audios.compute(self._rest[: used + window])
+        self._rest = self._rest[used:].copy()
+        return features

@@ -1,0 +1,131 @@
+"""Computes what transcripts ask of the prompts of a speech model, beside the next token.
+
+That is the log-probability of one token somewhere in a prompt, and the attention of a prompt's
+tokens to the sound in the model's heads that align text with sounds. A prompt may take several
+steps. What these find is kept in the state of its request, until its first token is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from sensorium.models.hf_model import HfModel
+from sensorium.types.request import SpeechFindings
+from sensorium.utils.arrays import Download, to_device
+from sensorium.worker.input_batch import Row
+from sensorium.worker.request_states import RequestState
+
+
+class Findings:
+    """What a step has found for the requests that choose their first token in it."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], request_ids: Sequence[str]) -> None:
+        self._download = Download(tensors)
+        self._request_ids = request_ids
+
+    def read(self) -> dict[str, SpeechFindings]:
+        """Wait for the device if need be, and return the findings by request id."""
+        if not self._request_ids:
+            return {}
+        tensors = self._download.read()
+        found = {}
+        for name in self._request_ids:
+            logprob, alignment = tensors.get(f"logprob {name}"), tensors.get(f"alignment {name}")
+            frames = tensors.get(f"frames {name}")
+            values = alignment if frames is None else frames
+            found[name] = SpeechFindings(
+                logprob=None if logprob is None else float(logprob),
+                shape=() if values is None else tuple(values.shape),
+                alignment=b"" if alignment is None else alignment.numpy().tobytes(),
+                frames=None if frames is None else frames.numpy().tobytes(),
+            )
+        return found
+
+
+NO_FINDINGS = Findings({}, ())
+
+
+class Aligner:
+    """A watcher of the steps of a model with cross-attention."""
+
+    def __init__(self, hf_model: HfModel) -> None:
+        self._hf_model = hf_model
+        # The index of a layer with cross-attention -> its heads that align text with sounds.
+        self._heads = {
+            index: torch.tensor(heads, device=hf_model.device)
+            for index, heads in hf_model.alignment_heads.items()
+        }
+        self._rows: Sequence[Row] = ()
+        self._observed: Sequence[int] = ()
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Note the requests of a step before it is computed."""
+        self._rows = rows
+        self._observed = [
+            index
+            for index, (_, state) in enumerate(rows)
+            if state.params.speech is not None and state.params.speech.needs_alignment
+        ]
+
+    def get_observed(self, layer_index: int) -> Sequence[int]:
+        """Return the rows of the step with tokens that are observed in a layer."""
+        return self._observed if layer_index in self._heads else ()
+
+    def observe(
+        self,
+        layer_index: int,
+        scaling: float | None,
+        row: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+    ) -> None:
+        """Keep the attention of a request's tokens [1, H, N, D] to its sound [1, H, S, D]."""
+        state, heads = self._rows[row][1], self._heads[layer_index]
+        chosen, others = query[0].index_select(0, heads), keys[0].index_select(0, heads)
+        scale = chosen.shape[-1] ** -0.5 if scaling is None else scaling
+        weights = torch.matmul(chosen.float() * scale, others.float().transpose(1, 2)).softmax(-1)
+        state.attention.setdefault(layer_index, []).append(weights)
+
+    def finish(self, hidden: torch.Tensor) -> Findings:
+        """Score tokens by the hidden states [N, width] of a step, and return what is complete."""
+        self._score(hidden)
+        tensors: dict[str, torch.Tensor] = {}
+        names: list[str] = []
+        for scheduled, state in self._rows:
+            is_first = state.params.speech is not None and state.num_output_tokens == 0
+            if is_first and scheduled.is_sampled:
+                names.append(scheduled.request_id)
+                tensors |= self._take(scheduled.request_id, state)
+        return Findings(tensors, names) if names else NO_FINDINGS
+
+    def _score(self, hidden: torch.Tensor) -> None:
+        """Compute the log-probabilities that requests ask for at positions of this step."""
+        places: list[int] = []  # rows of `hidden`
+        scored: list[tuple[RequestState, int]] = []
+        start = 0
+        for scheduled, state in self._rows:
+            asked = None if state.params.speech is None else state.params.speech.scored_token
+            if asked is not None and state.num_output_tokens == 0:
+                offset = asked[0] - scheduled.num_computed_tokens
+                if 0 <= offset < scheduled.num_new_tokens:
+                    places.append(start + offset)
+                    scored.append((state, asked[1]))
+            start += scheduled.num_new_tokens
+        if not places:
+            return
+        chosen = hidden.index_select(0, to_device(torch.tensor(places), hidden.device))
+        logprobs = self._hf_model.logits(chosen).log_softmax(-1)
+        for row, (state, token_id) in enumerate(scored):
+            state.scored_logprob = logprobs[row, token_id]
+
+    def _take(self, name: str, state: RequestState) -> dict[str, torch.Tensor]:
+        tensors = {}
+        if state.scored_logprob is not None:
+            tensors[f"logprob {name}"] = state.scored_logprob
+        if state.attention:
+            layers = [torch.cat(parts, dim=1) for _, parts in sorted(state.attention.items())]
+            tensors[f"alignment {name}"] = torch.cat(layers)
+            state.attention = {}
+        return tensors
