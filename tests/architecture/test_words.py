@@ -1,4 +1,4 @@
-"""The rules for docstrings and pages hold, and the check that holds them can fail."""
+"""The rules for words hold in code and on pages, and the check that holds them can fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_docstring_and_page_keeps_the_rules(check_words: ModuleType) -> No
     "docstring",
     [
         "Return the number of blocks.",
-        "Things of two colours that can be told apart.\n\n    More follows here",
+        "A thing that is neither red nor blue.\n\n    More follows here",
         'A page that has "news" in quotes, and `nobody` as code.',
     ],
 )
@@ -48,6 +48,9 @@ def test_a_plain_sentence_is_accepted(check_words: ModuleType, docstring: str) -
         ("The blocks.", "at least 4 words"),
         ("Return the news of this step.", "'news'"),
         ("Return the outputs of this step.\n\n    Nobody reads them.", "'Nobody'"),
+        ("Return the length of a sound.", "'sound'"),
+        ("Return how much was heard of it.", "'heard'"),
+        ("Release the blocks of a request, too.", "'too'"),
     ],
 )
 def test_other_first_lines_are_refused_with_advice(
@@ -57,6 +60,26 @@ def test_other_first_lines_are_refused_with_advice(
     ((line, found),) = check_words.check_docstrings(source)
     assert line == 2
     assert advice in found
+
+
+def test_comments_are_read(check_words: ModuleType) -> None:
+    source = 'a = 1\nb = "# a sound"  # waits beside others\n# `sound` is the name of a field\n'
+    ((line, advice),) = check_words.check_comments(source)
+    assert line == 2
+    assert "'beside'" in advice
+
+
+def test_messages_are_read_and_names_are_not(check_words: ModuleType) -> None:
+    source = 'def work(kind="sound"):\n    """Work."""\n    raise ValueError(f"the sound {kind}")\n'
+    ((line, advice),) = check_words.check_messages(source)
+    assert line == 3
+    assert "'sound'" in advice
+
+
+def test_pages_are_read_but_for_their_code(check_words: ModuleType) -> None:
+    page = "A sound.\n\n| a sound |\n\n```sh\ncat sound\n```\n\nThe file `sound` and audio.\n"
+    assert [line for line, _ in check_words.check_page(page, has_words=True)] == [1, 3]
+    assert list(check_words.check_page(page)) == []
 
 
 def test_a_wide_line_of_a_page_is_refused_outside_tables_and_code(check_words: ModuleType) -> None:

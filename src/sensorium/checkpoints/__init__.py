@@ -1,5 +1,5 @@
 """Reads the files of a checkpoint with nothing but the standard library.
 
-So a command can say what is wrong with a model's files before it imports torch and Transformers,
-which takes seconds. Files are found and downloaded elsewhere (`models.checkpoint`).
+So a command can report what is wrong with a model's files before it imports torch and Transformers,
+which takes seconds. `models.checkpoint` finds and downloads files.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint's small files say: JSON, and the names of its weights."""
+"""Reads the JSON files of a checkpoint, and the names of its weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MAX_NAME_BYTES = 255  # as in most file systems
 
 
 def get_weight_names(directory: Path) -> tuple[str, ...]:
-    """Return the names of a checkpoint's files of weights. Some of these files may be missing.
+    """Return the names of a checkpoint's files of weights, even if these are missing.
 
-    Raises a `ModelError` if its index of weights can't be read, or names something else.
+    Raise `ModelError` if its index of weights can't be read, or names something else.
     """
     index = directory / WEIGHTS_INDEX
     if (directory / WEIGHTS).is_file() or not index.is_file():
@@ -37,7 +37,7 @@ def get_weight_names(directory: Path) -> tuple[str, ...]:
 
 
 def _is_weights_name(name: object) -> bool:
-    """Return whether an index may have this name: files elsewhere are none of a checkpoint."""
+    """Return whether an index may have this name: weights lie in the checkpoint's directory."""
     if not isinstance(name, str) or not name.isprintable():
         return False
     path = PurePosixPath(name)
@@ -63,11 +63,7 @@ def check_presence(model: str, directory: Path, names: Iterable[str]) -> None:
 
 
 def _get_hint(directory: Path) -> str:
-    """Return the end of the error text for missing weights.
-
-    It mentions pickle files if the directory has any. They are not loaded, because they can run
-    code when they are read.
-    """
+    """Return the end of the error text for missing weights, with a hint if there are pickles."""
     pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
     if not pickles:
         return f": {WEIGHTS} or {WEIGHTS_INDEX} is needed"
@@ -80,7 +76,7 @@ def _get_hint(directory: Path) -> str:
 def read_json(path: Path) -> Mapping[str, Any]:
     """Return the JSON object in a file, or an empty one if the file does not exist.
 
-    Raises a `ModelError` if the file can't be read, is not JSON, or not an object.
+    Raise `ModelError` if the file can't be read, is not JSON, or not an object.
     """
     if not path.is_file():
         return {}
@@ -96,7 +92,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Return what this JSON means. Raises a `ValueError` if it is none, or nested too deeply."""
+    """Return the value of a JSON text; raise `ValueError` if it is none, or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError as error:

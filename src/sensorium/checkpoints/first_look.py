@@ -1,8 +1,8 @@
-"""Tells what is wrong with a model's name or files, before anything heavy is imported.
+"""Finds what is wrong with a model's name or files, before anything heavy is imported.
 
-It looks only at names, JSON files and the headers of weights, and raises a `ModelError` of one
-sentence with the cure. What it lets pass may still be refused later, by those who know the model's
-code. What it refuses could not be run.
+It reads only names, JSON files and the headers of weights, and raises a `ModelError` of one
+sentence with the cure. What it refuses could not be run. What it accepts may still be refused
+later, once the model's code is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VOCABULARIES = (
     "tekken.json",
 )
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-# Tokenizers that take bytes or characters for tokens, and so have no vocabulary.
+# Tokenizers with bytes or characters as tokens, and so without a vocabulary.
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _MEDIA_TYPES = frozenset(family.model_type for family in FAMILIES if family.modalities)
@@ -42,11 +42,11 @@ _CONTEXTS = ("max_target_positions", "max_position_embeddings")
 def look_at(
     model: str, *, needs_weights: bool = False, max_model_len: int | None = None
 ) -> Path | None:
-    """Look at a directory or the name of a model, and return the directory.
+    """Check a directory or the name of a model, and return the directory.
 
-    Returns `None` for a hub id, whose files may not be here yet. With `needs_weights`, all weights
-    must be there. `max_model_len` is the context that the user asked for. Raises a `ModelError` if
-    such a model can't be run.
+    Return `None` for a hub id: its files may not be here yet. With `needs_weights`, all weights
+    must be there. Raise `ModelError` if such a model can't be run with the context that the user
+    asked for.
     """
     directory = find_directory(model)
     if directory is not None:
@@ -70,14 +70,14 @@ def look_into(directory: Path, *, max_model_len: int | None = None) -> None:
 def find_directory(model: str) -> Path | None:
     """Return the directory that `model` names, or `None` if it may be a hub id.
 
-    Raises a `ModelError` if it can be neither.
+    Raise `ModelError` if it can be neither.
     """
     if not model:  # an empty path would be the current directory
         raise ModelError("the name of the model is empty: give a directory or a hub id")
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, or ~nobody
+    except (OSError, RuntimeError) as error:  # a name that is too long, or the ~ of an unknown user
         raise ModelError(f"{model[:200]!r} can't be the name of a model: {error}") from error
     if is_directory:
         return path
@@ -99,10 +99,7 @@ def find_directory(model: str) -> Path | None:
 
 
 def check_config(directory: Path) -> Mapping[str, Any]:
-    """Return the content of a checkpoint's `config.json`.
-
-    Raises a `ModelError` if it says that the model can't be run, or if it is missing.
-    """
+    """Return a checkpoint's `config.json`, or raise `ModelError` if such a model can't be run."""
     _check_kind(directory)
     config = read_json(directory / CONFIG)
     if method := _find_quantization(config):
@@ -200,7 +197,7 @@ def _takes_media(config: Mapping[str, Any]) -> bool:
 
 
 def find_context(config: Mapping[str, Any]) -> int | None:
-    """Return the context of a model in tokens, or `None` if its `config.json` does not tell it."""
+    """Return a model's context in tokens, or `None` if its `config.json` does not have it."""
     config = next(iter(_find_parts(config, _PARTS.values())), config)
     parts = _find_parts(config, _DECODERS)
     if len(parts) > 1:
@@ -221,10 +218,7 @@ def _find_parts(config: Mapping[str, Any], names: Iterable[str]) -> list[Mapping
 
 
 def check_context(max_model_len: int, context: int | None) -> None:
-    """Raise a `ModelError` if the user asks for a longer context than the model has.
-
-    `None` stands for a context that is not known.
-    """
+    """Raise `ModelError` if `max_model_len` exceeds the model's context; `None`: it is unknown."""
     if context is not None and max_model_len > context:
         raise ModelError(
             f"max_model_len={max_model_len} is more than the model's context of {context} tokens: "

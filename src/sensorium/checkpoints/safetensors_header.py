@@ -1,4 +1,4 @@
-"""Reads the headers of safetensors files, and refuses those that the library would refuse, too."""
+"""Reads the headers of safetensors files, and refuses those that the library would refuse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUM_BYTES = _CONVERTED_BYTES | _KEPT_BYTES | {"I32": 4, "U32": 4, "I64": 8, "U6
 
 
 class StoredTensor(NamedTuple):
-    """What a header says of a tensor: its type, the number of its elements, and its bytes."""
+    """A tensor as a header describes it: its type, its number of elements, and its bytes."""
 
     dtype: str
     num_elements: int
@@ -34,7 +34,7 @@ def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
     """Return the memory in bytes that the tensors in safetensors files take when they are loaded.
 
     Floating-point tensors are counted with `element_size` bytes per number, because they are
-    converted to one type. Only the headers are read. Raises a `ModelError` as `read_tensors` does.
+    converted to one type. Only the headers are read.
     """
     return sum(
         tensor.num_elements * element_size
@@ -48,8 +48,7 @@ def get_num_weight_bytes(paths: Iterable[Path], *, element_size: int) -> int:
 def read_tensors(path: Path) -> list[StoredTensor]:
     """Return the tensors in a safetensors file, in the order of their bytes.
 
-    Raises a `ModelError` if the file can't be read, is not in this format, or has fewer or more
-    bytes than its header demands.
+    Raise `ModelError` if the file can't be read, or if its header or its size is wrong.
     """
     try:
         with path.open("rb") as file:
@@ -75,7 +74,7 @@ def read_tensors(path: Path) -> list[StoredTensor]:
 
 
 def _parse_header(header: bytes) -> list[StoredTensor]:
-    """Return the tensors that a header describes. Raises a `ValueError` for a wrong header."""
+    """Return the tensors that a header describes; raise `ValueError` if it is wrong."""
     content = parse_json(header)
     if not isinstance(content, dict):
         raise ValueError("its header is not a JSON object")

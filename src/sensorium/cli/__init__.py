@@ -32,10 +32,7 @@ _LEAST_RATIO = 0.87  # of two flags, letter by letter
 
 
 def main() -> None:
-    """Run the `sensorium` command with this process's command-line arguments.
-
-    An error is printed to stderr and ends the process with an exit code other than 0.
-    """
+    """Run the `sensorium` command with this process's command-line arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # not every terminal can show what models write
     wait_without_spinning()
@@ -65,16 +62,15 @@ def _parse_arguments() -> argparse.Namespace:
 
 
 def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> NoReturn:
-    """End the process with an error that names unknown arguments, and a flag that may be meant."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
     parser.error(f"unrecognized arguments: {' '.join(rest)}{hint_at_flag(rest[0], flags)}")
 
 
 def hint_at_flag(word: str, flags: Sequence[str]) -> str:
-    """Return a hint for an error message that names the one of `flags` that `word` may stand for.
+    """Return a hint for an error message that names the flag that `word` may stand for, or "".
 
-    Returns an empty text unless a flag is near: most of its words are those of the other, or all of
-    at least two words of `word` are in it.
+    A flag is near if most of its words are those of the other, or if all of at least two words of
+    `word` are in it.
     """
     given = word.partition("=")[0].replace("_", "-")
     if not given.startswith("--"):
@@ -100,10 +96,7 @@ def _compare_flags(given: str, flag: str) -> float:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises `BrokenPipeError` if its help can't be written.
-
-    The base class ignores such errors.
-    """
+    """A parser that raises `BrokenPipeError` if its help can't be written; argparse ignores it."""
 
     def print_help(self, file: Any = None) -> None:
         (file or sys.stdout).write(self.format_help())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HELP = "/image, /audio or /video FILE|URL adds media to the next question; /reset; /quit or Ctrl-D"
 _DESCRIPTION = """Ask one question with the model's chat template, and print the answer as it comes.
-Media stands before the text: images, then sounds, then videos. Without a
+Media stands before the text: images, then audio, then videos. Without a
 question it is read from stdin; on a terminal a conversation begins."""
 _EXAMPLES = """examples:
   sensorium chat MODEL "What is this?" --image cat.png
@@ -41,13 +41,9 @@ Part = dict[str, Any]
 
 
 def add_chat(commands: Any) -> None:
-    """Add the subcommand `chat` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     chat = commands.add_parser(
         "chat",
-        help="ask a model about images, sounds and videos",
+        help="ask a model about images, audio and videos",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,10 +80,6 @@ def add_chat(commands: Any) -> None:
 
 
 def add_generate(commands: Any) -> None:
-    """Add the subcommand `generate` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     generate = commands.add_parser(
         "generate",
         help="generate from prompts, in this process",
@@ -108,11 +100,7 @@ def add_generate(commands: Any) -> None:
 
 
 def _chat(arguments: argparse.Namespace) -> None:
-    """Run the command `chat`: answer one question, or hold a conversation on the terminal.
-
-    The question is an argument or the text on stdin. Without one, and if stdin is a terminal, a
-    conversation begins.
-    """
+    """Answer the question that is an argument or on stdin, or hold a conversation on a terminal."""
     arguments.model, text, too_much = flags.split_question(arguments.words, arguments.named_model)
     if too_much:
         arguments.refuse(f"unrecognized arguments: {' '.join(too_much)}")
@@ -148,9 +136,8 @@ def _hint_at_question(arguments: argparse.Namespace) -> str:
 def _converse(answer: Callable[[list[Part]], str], system: str | None, parts: list[Part]) -> None:
     """Read questions from the terminal and answer them, until end of input or `/quit`.
 
-    `answer` takes all messages of the conversation and returns the reply. `system` is the system
-    message, if there is one. `parts` are media for the first question. A question that fails is
-    reported and dropped, and the conversation continues.
+    `answer` takes all messages and returns the reply. `parts` are media for the first question. A
+    question that fails is reported and dropped, and the conversation continues.
     """
     with suppress(ImportError):
         import readline  # noqa: F401  (gives `input` a history and line editing)
@@ -196,10 +183,7 @@ def _make_system(text: str | None) -> list[Part]:
 def _answer(
     arguments: argparse.Namespace, llm: LLM, params: SamplingParams, messages: list[Part]
 ) -> str:
-    """Print the model's answer while it is generated, and return its whole text.
-
-    With `--verbose`, cache hits and times are printed to stderr afterwards.
-    """
+    """Print the model's answer while it is generated, and return its whole text."""
     start = time.perf_counter()
     first_s = None
     output: RequestOutput | None = None
@@ -222,10 +206,7 @@ def _answer(
 
 
 def _describe(output: RequestOutput, *, first_s: float, total_s: float) -> Iterator[str]:
-    """Yield lines for `--verbose`: cache hits of each media item, token counts and times.
-
-    `first_s` and `total_s` are the seconds until the first token and until the end.
-    """
+    """Yield lines for `--verbose`: cache hits of each media item, token counts and times."""
     counts: Counter[str] = Counter()
     for item in output.mm_items:
         processor = "processor cache hit" if item.is_processor_hit else "processed"

@@ -35,7 +35,6 @@ _STAGES = {"decode": "decoded", "process": "processed"}
 
 
 def run_demo(arguments: argparse.Namespace) -> None:
-    """Run the command `demo`: start a server, ask it about the sample media, and stop it."""
     screen = Screen(has_color=not arguments.no_color)
     screen.say(f"Starting a server with {arguments.model} ...")
     start = time.perf_counter()
@@ -50,7 +49,7 @@ def run_demo(arguments: argparse.Namespace) -> None:
 def show_samples(screen: Screen, client: DemoClient) -> None:
     """Ask two different questions about each sample, and show how much time caches save."""
     screen.say()
-    screen.say("First: nothing of this was seen or heard before.", "bold")
+    screen.say("First: nothing of this was sent before.", "bold")
     first = _ask_all(screen, client, DEMO_SAMPLES, 0)
     screen.say()
     screen.say("Again: the same media, other questions.", "bold")
@@ -62,10 +61,10 @@ def show_samples(screen: Screen, client: DemoClient) -> None:
 def _ask_all(
     screen: Screen, client: DemoClient, samples: Iterable[DemoSample], number: int
 ) -> dict[DemoSample, Answer]:
-    """Ask one question about each sample, and return the answers by sample.
+    """Ask question `number` (0 or 1) about each sample, and return the answers.
 
-    `number` is the index of the question, 0 or 1. A sample that the server refuses is reported and
-    left out. If it refuses all samples, the last `DemoRefusedError` is raised.
+    A sample that the server refuses is reported and left out. If it refuses all samples, the last
+    `DemoRefusedError` is raised.
     """
     answers: dict[DemoSample, Answer] = {}
     refused: DemoRefusedError | None = None
@@ -94,10 +93,7 @@ def _ask(screen: Screen, client: DemoClient, sample: DemoSample, number: int) ->
 
 
 def describe_trace(trace: dict[str, Any]) -> str:
-    """Describe in words what the server did for the media of a request, and what it had cached.
-
-    `trace` is the `sensorium_trace` of the server's response.
-    """
+    """Return in words what a `sensorium_trace` says of a request's media and caches."""
     parts = [f"{item['modality']} {_describe_item(item)}" for item in trace["items"]]
     if "encode" in trace["ms"]:
         parts.append(f"encoding took {trace['ms']['encode']:.0f} ms")
@@ -120,10 +116,7 @@ def _describe_item(item: dict[str, Any]) -> str:
 
 
 class _Console(Console):
-    """A rich console that raises `BrokenPipeError`, which the main program handles.
-
-    The base class would end the process with exit code 1 instead.
-    """
+    """A rich console that raises `BrokenPipeError`; rich would end the process with code 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -160,7 +153,6 @@ class Screen:
             self._console.print(Text(_INDENT) + line, no_wrap=True)
 
     def show_times(self, rows: Sequence[tuple[str, Answer, Answer]]) -> None:
-        """Write a table of each sample's title, the times of its two answers and the time saved."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("")
         for name in ("first", "again", "saved"):
@@ -216,7 +208,7 @@ def _read_frames(item: SampleMedia) -> list[Image.Image]:
 
 
 def _draw_audio(item: SampleMedia) -> Text:
-    """Return a row of bars that show how loud a sound is, from its beginning to its end."""
+    """Return a row of bars that show how loud audio is, from its beginning to its end."""
     import av
 
     with av.open(item.path) as container:

@@ -1,6 +1,6 @@
 """The demo's own server, which is `sensorium serve` in another process, and a client for it.
 
-The server ends with the process that started it, however that ends. Its standard input is a pipe,
+The server ends with the process that started it, however that ends: its standard input is a pipe,
 and only that process holds the other end.
 """
 
@@ -39,14 +39,11 @@ _ANSWER_S = 300.0
 
 
 class DemoFailedError(SensoriumError):
-    """An error that is raised if the demo's server can't be started or does not answer."""
+    """The demo's server can't be started or does not answer."""
 
 
 class DemoRefusedError(DemoFailedError):
-    """An error that is raised if the server answers a question with status 400.
-
-    The reason may be that the model does not support the question's media.
-    """
+    """The server refuses a question with status 400, such as media the model does not support."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +56,7 @@ class Answer:
 
 
 class DemoServer:
-    """A `sensorium serve` process that runs as long as this context manager is open.
-
-    The process starts when the object is made. If this process ends, the server ends too.
-    """
+    """A `sensorium serve` process, from the creation of this context manager to its exit."""
 
     def __init__(self, model: str) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -92,10 +86,7 @@ class DemoServer:
         self._is_settled.set()
 
     def wait_until_ready(self) -> str:
-        """Wait until the server accepts requests, and return its URL.
-
-        Raises a `DemoFailedError` if the server ends or is not ready in time.
-        """
+        """Return the ready server's URL, or raise a `DemoFailedError` if it ends or is late."""
         if not self._is_settled.wait(_START_S):
             raise DemoFailedError(
                 f"the server was not ready after {_START_S:.0f} s: `sensorium serve` shows its log"
@@ -145,7 +136,7 @@ class DemoClient:
         """Ask a question about media, and return the whole answer with its time.
 
         Each piece of text is passed to `on_text` as soon as it arrives. An empty `question` sends
-        the media alone. Raises a `DemoRefusedError`, before any text, if the server refuses the
+        only the media. Raise a `DemoRefusedError`, before any text, if the server refuses the
         question, and a `DemoFailedError` for any other failure.
         """
         content = [_make_part(item) for item in media]
@@ -187,7 +178,6 @@ class DemoClient:
 
 @contextmanager
 def _blaming_server() -> Iterator[None]:
-    """Turn errors of the HTTP client inside the block into a `DemoFailedError`."""
     try:
         yield
     except httpx.HTTPError as error:
@@ -219,11 +209,7 @@ def _get_message(content: bytes) -> str:
 
 
 def serve_while_wanted() -> None:
-    """Run the `sensorium` command in this process, and stop it when standard input is closed.
-
-    The process that started this one holds the other end of standard input, so the server ends with
-    it.
-    """
+    """Run the `sensorium` command in this process, and stop it when standard input is closed."""
     from sensorium.cli import main
 
     threading.Thread(target=_stop_at_end_of_input, daemon=True).start()

@@ -55,9 +55,9 @@ _OFF = frozenset(
     each.destination for each in _OPTIONS if each.kind == "switch" and not each.default
 )
 _DEPLOY = """Serve a model with several engines, on one machine or on many, with Ray Serve. Equal
-media goes to the same engine, so that the whole cluster perceives it once. Needs the extra `scale`
+media goes to the same engine, so that the whole cluster processes it once. Needs the extra `scale`
 of the package. Without --ray-address a Ray is started on this machine, and ends with this command.
-On a Ray that runs already, the application goes on when this command is interrupted; `serve
+On a Ray that runs already, the application continues when this command is interrupted; `serve
 shutdown` ends it."""
 _EXAMPLES = """examples:
   sensorium deploy --replicas 2 --frontends 2     (sensorium-mini, on this machine)
@@ -67,10 +67,6 @@ _EXAMPLES = """examples:
 
 
 def add_deploy(commands: Any) -> None:
-    """Add the subcommand `deploy` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     parser = add_server_command(
         commands,
         "deploy",
@@ -88,7 +84,6 @@ def add_deploy(commands: Any) -> None:
 
 
 def _deploy(arguments: argparse.Namespace) -> None:
-    """Run the application until a signal comes, or print its config file."""
     options, scale = _make_options(arguments)
     tell_notes(arguments)
     if arguments.print_config:
@@ -113,7 +108,7 @@ def _deploy(arguments: argparse.Namespace) -> None:
     if scale.ray_address is None or not port:
         port = _find_port(options)  # before Ray starts, which takes a while
     if scale.ray_address is None:
-        directory = find_checkpoint(  # else each engine would tell of a wrong name after minutes
+        directory = find_checkpoint(  # else each engine would report a wrong name after minutes
             model,
             revision=options.loading.revision,
             trust_remote_code=options.loading.trust_remote_code,
@@ -144,10 +139,10 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
 
 class Signals:
-    """SIGINT and SIGTERM: they end the command while it starts, and later let it stop in peace.
+    """SIGINT and SIGTERM end the command while it starts, and later let it stop in peace.
 
     What a handler raises is lost if it comes up in a finalizer, or where Ray catches everything. So
-    a signal is also remembered, and ends the command when the start is over.
+    a signal is also noted, and ends the command when the start is over.
     """
 
     def __init__(self) -> None:
@@ -214,7 +209,6 @@ def _check_ray(address: str) -> None:
 
 
 def _connect(ray: Any, scale: ScaleOptions) -> None:
-    """Connect to the Ray that the options name, or start one on this machine."""
     if scale.ray_address is not None:
         _check_ray(scale.ray_address)
         try:
@@ -222,7 +216,7 @@ def _connect(ray: Any, scale: ScaleOptions) -> None:
         except ConnectionError as error:
             raise RequestError(f"there is no Ray at {scale.ray_address!r}: {error}") from error
         return
-    # Ray's advice to turn its tokens off, which is no news to those who did not turn them on.
+    # Ray's advice to turn its tokens off, which is useless where they were never turned on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     most = max(scale.replicas, scale.max_replicas or 0)
     needed = most * scale.engine_cpus + scale.frontends * scale.frontend_cpus
@@ -248,8 +242,8 @@ def _explaining_start() -> Iterator[None]:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
             f"Ray did not start in time, or not at all: {lines[0]} Try again when this machine is "
-            "less busy, or start Ray apart (`ray start --head`) and give --ray-address auto. Ray's "
-            "logs are in /tmp/ray/session_latest/logs."
+            "less busy, or start Ray yourself (`ray start --head`) and give --ray-address auto. "
+            "Ray's logs are in /tmp/ray/session_latest/logs."
         ) from error
 
 
@@ -269,10 +263,7 @@ def _drain(serve: Any, timeout_s: float) -> None:
 
 
 def _find_port(options: ServeOptions) -> int:
-    """Return the port of the options or, if that is 0, one that is free now.
-
-    Ray can't choose one by itself. Raise a `RequestError` if the address can't be used.
-    """
+    """Return the port of the options, or a free one if that is 0, because Ray can't choose one."""
     with closing(Address.bind(options.host, options.port)) as address:
         port: int = address.listener.getsockname()[1]
         return port
@@ -290,10 +281,7 @@ def build_app(arguments: Mapping[str, Any]) -> Application:
 
 
 def parse_arguments(given: Mapping[str, Any]) -> argparse.Namespace:
-    """Return the arguments of a config file as the command line would give them.
-
-    Raise a `RequestError` if one of them is not known or has a wrong value.
-    """
+    """Return a config file's arguments as a namespace, or raise `RequestError` if one is wrong."""
     parser = _RaisingParser()
     commands = parser.add_subparsers(parser_class=_RaisingParser)
     add_deploy(commands)
@@ -317,7 +305,6 @@ def _write_switch(name: str, flag: str, *, value: bool) -> list[str]:
 
 
 def _write_value(name: str, value: Any) -> str:
-    """Return the value of a config file as it is written behind a flag."""
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     if isinstance(value, Mapping) and name in _COUNTS:
@@ -344,10 +331,7 @@ def _make_options(arguments: argparse.Namespace) -> tuple[ServeOptions, ScaleOpt
 
 
 def make_config(arguments: argparse.Namespace, options: ServeOptions) -> str:
-    """Return a config file of Ray Serve with the arguments that were given.
-
-    It is JSON, which is YAML, too.
-    """
+    """Return a config file of Ray Serve, as JSON, with the arguments that were given."""
     given: dict[str, Any] = {"model": options.model}
     for each in _OPTIONS:
         if each.destination not in _ELSEWHERE and hasattr(arguments, each.destination):

@@ -1,4 +1,4 @@
-"""The command `encode`, which runs the encoders of a model apart from engines."""
+"""The command `encode`, which runs the encoders of a model in a process of their own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ _EXAMPLES = """examples:
 
 
 def add_encode(commands: Any) -> None:
-    """Add the subcommand `encode` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     add_server_command(
         commands,
         "encode",
@@ -40,7 +36,6 @@ def add_encode(commands: Any) -> None:
 
 
 def _encode(arguments: argparse.Namespace) -> None:
-    """Run an encoder until it is stopped."""
     from sensorium.server.encoder import EncoderProcessOptions, run_encoder
     from sensorium.server.logs import set_up_logging
 

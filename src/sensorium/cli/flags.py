@@ -1,8 +1,7 @@
-"""Flags of the command line, and what is made of them: options, sampling parameters, media.
+"""Flags of the command line, and what they become: options, sampling parameters, media.
 
-Options are declared elsewhere, as fields of dataclasses (`types.options`). Here a flag is made for
-each of them, and the values that were given are collected. A flag that was not given leaves no
-value, so that every default stands with its option.
+Options are declared elsewhere, as fields of dataclasses (`types.options`). A flag that was not
+given leaves no value, so that every default stands with its option.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from sensorium.utils.process import reporting_steps
 if TYPE_CHECKING:
     from sensorium.engine.llm import LLM
 
-MEDIA_FLAGS = {"image": "an image", "audio": "a sound", "video": "a video"}  # in their order
+MEDIA_FLAGS = {"image": "an image", "audio": "audio", "video": "a video"}  # in their order
 MODEL_HELP = (
     f"A directory or a hub id. Default: {EMBEDDED_MODEL}, the model that comes with the package."
 )
@@ -51,10 +50,7 @@ _HUB_NAME = re.compile(r"[\w.-]*", re.ASCII)
 
 
 def add_options(parser: argparse.ArgumentParser, command: str, *groups: type) -> None:
-    """Add a command-line flag for each option of the groups that belongs to this command.
-
-    A group is a dataclass of options. A flag that the user leaves out sets no value.
-    """
+    """Add a flag for each option of these dataclasses that belongs to the command."""
     parser.set_defaults(command=command, refuse=parser.error)
     sections: dict[str, argparse._ArgumentGroup] = {}
     for group in groups:
@@ -76,10 +72,7 @@ def add_server_command(
     examples: str,
     run: Callable[[argparse.Namespace], None],
 ) -> argparse.ArgumentParser:
-    """Add the subcommand `name` to a parser, with a model and the options of these groups.
-
-    `commands` is the object that `add_subparsers` of argparse returned. `run` gets the arguments.
-    """
+    """Add the subcommand `name` to a parser, with a model and the options of these groups."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -112,10 +105,7 @@ def tell_notes(arguments: argparse.Namespace, log_format: str = "text") -> None:
 
 
 def _make_details(each: Option, command: str) -> dict[str, Any]:
-    """Return the keyword arguments of `add_argument` for an option's flag.
-
-    Its help shows the default that the option has in `command`.
-    """
+    """Return the arguments of `add_argument` for an option, with its default in `command`."""
     is_list = each.kind in ("texts", "names")
     repeats = " May be repeated." if each.kind == "texts" else ""
     text = f"{each.help}{repeats} Default: {each.describe_default(command)}."
@@ -149,10 +139,7 @@ def get_given(arguments: argparse.Namespace, group: type) -> dict[str, Any]:
 
 
 def _parse(each: Option, text: str) -> Any:
-    """Return the value of an option that was written as `text` on the command line.
-
-    Raises an `ArgumentTypeError` with the reason if the text is not a valid value.
-    """
+    """Return the value of an option, or raise an `ArgumentTypeError` if the text has none."""
     value = PARSERS[each.kind](text)
     if value is None or each.kind not in ("integer", "number", "bytes", "tokens"):
         return value
@@ -167,11 +154,7 @@ def _parse(each: Option, text: str) -> Any:
 
 
 def look_at_model(model: str, arguments: argparse.Namespace, *, needs_weights: bool = True) -> None:
-    """Raise a `ModelError` if a look at the model's files shows that it can't be run.
-
-    A command calls it before it imports torch, which takes seconds. `needs_weights` tells whether
-    the command loads them.
-    """
+    """Raise `ModelError`, before torch is imported, if the model's files show that it can't run."""
     max_model_len = getattr(arguments, "max_model_len", None)
     if model == EMBEDDED_MODEL:
         look_into(PACKED_MODEL, max_model_len=max_model_len)
@@ -195,7 +178,6 @@ def showing_progress(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """Add the flag `--quiet`, which turns off what `showing_progress` prints."""
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="Do not write the steps of loading to stderr."
     )
@@ -220,10 +202,7 @@ def load_llm(arguments: argparse.Namespace) -> LLM:
 def add_sampling_flags(
     command: argparse.ArgumentParser, *, max_tokens: int, has_n: bool = False
 ) -> None:
-    """Add a flag for each sampling parameter, such as `--temperature`, to a command.
-
-    `max_tokens` is this command's default for `--max-tokens`. `--n` is added only with `has_n`.
-    """
+    """Add a flag for each sampling parameter, such as `--temperature`; `--n` only with `has_n`."""
     group = command.add_argument_group("sampling")
     for each in _list_sampling_flags():
         if each.name == "n" and not has_n:
@@ -243,10 +222,7 @@ def add_sampling_flags(
 
 
 def _list_sampling_flags() -> list[SamplingField]:
-    """Return the sampling parameters that have a flag on the command line.
-
-    Parameters for log-probabilities have none, because the commands print only text.
-    """
+    """Return the sampling parameters with a flag: no log-probabilities, as only text is printed."""
     kinds = ("integer", "number", "flag", "texts", "words")
     return [
         each
@@ -291,10 +267,7 @@ def add_media_flags(command: argparse.ArgumentParser, purpose: str) -> None:
 
 
 def read_media(source: str) -> bytes | str:
-    """Return the content of a file as bytes, or the source itself if it is a URL.
-
-    Raises a `RequestError` if the file can't be read.
-    """
+    """Return a file's content, or a URL unchanged. Raise a `RequestError` if it can't be read."""
     if is_address(source):
         return source
     try:
@@ -315,20 +288,15 @@ def is_address(source: str) -> bool:
 def add_words(command: argparse.ArgumentParser, name: str, help_text: str) -> None:
     """Add the flag `--model`, and an argument that collects MODEL and everything after it.
 
-    Argparse accepts any number of values, even none. `split_question` or `split_prompts` later
-    decides which value is the model. `name` is the name of the other values in the help, such as
-    "PROMPT".
+    `split_question` or `split_prompts` later decides which value is the model. `name` is the name
+    of the other values in the help, such as "PROMPT".
     """
     command.add_argument("words", nargs="*", metavar=f"MODEL {name}", help=help_text)
     _add_named_model(command)
 
 
 def take_late_words(arguments: argparse.Namespace, rest: list[str]) -> None:
-    """Move positional arguments that come after flags from `rest` to `arguments.words`.
-
-    `rest` has the arguments that argparse did not recognize. Before Python 3.12 argparse leaves
-    such positional arguments there.
-    """
+    """Move positional arguments that argparse before 3.12 leaves in `rest` to `arguments.words`."""
     while hasattr(arguments, "words") and rest and (rest[0] == "-" or rest[0][:1] != "-"):
         arguments.words.append(rest.pop(0))
 
@@ -339,8 +307,8 @@ def split_question(
     """Split the positional arguments of `chat` into model, question and surplus arguments.
 
     The question is `None` if there is none. A single argument is the model, unless it can't be the
-    name of one; then it is the question for the default model. If the model was given by
-    `--model`, none of the arguments is.
+    name of one; then it is the question for the default model. If the model was given by `--model`,
+    none of the arguments is.
     """
     if named_model is None and len(words) == 1 and _is_question(words[0]):
         named_model = EMBEDDED_MODEL
@@ -362,22 +330,17 @@ def split_prompts(words: list[str], named_model: str | None = None) -> tuple[str
 
 
 def hint_at_question(words: list[str]) -> str:
-    """Return a hint for an error message if the only argument may be meant as a question.
-
-    Returns an empty text if it may not. `words` are the positional arguments of `chat`.
-    """
+    """Return a hint for an error message if the only argument may be meant as a question, or ""."""
     if len(words) != 1 or "/" in words[0] or words[0] == EMBEDDED_MODEL or Path(words[0]).is_dir():
         return ""
     return (
-        f". A single word is taken for a model. To ask {EMBEDDED_MODEL} this question: "
+        f". A single word is read as a model. To ask {EMBEDDED_MODEL} this question: "
         f"sensorium chat {EMBEDDED_MODEL} {words[0]}"
     )
 
 
 def _is_question(word: str) -> bool:
-    """Return whether a positional argument can't be a model's name, so that it is a question.
-
-    Hub ids have only letters, digits, `_`, `-` and `.`; paths may have other characters.
-    """
+    """Return whether a positional argument can't be a model's name, so that it is a question."""
+    # Hub ids have only letters, digits, `_`, `-` and `.`; paths may have other characters.
     is_no_id = len(word.split()) > 1 or ("/" not in word and not _HUB_NAME.fullmatch(word))
     return is_no_id and not word.startswith(("/", ".", "~")) and not Path(word).is_dir()

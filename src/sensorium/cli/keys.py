@@ -1,7 +1,7 @@
 """The keys of a server, from where other users of the machine don't see them.
 
-A command line stands in the list of processes, which everybody reads. So keys may also stand in a
-file or in a variable of the environment. A key is never part of an error or of a log line.
+Everybody can read the command lines of processes. So keys may also stand in a file or in an
+environment variable. A key is never part of an error or of a log line.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ _MAX_CHARACTERS = 2**20
 
 
 def take_keys(given: Sequence[str], path: str | None, notes: list[str]) -> tuple[str, ...]:
-    """Return the keys that requests to a server may bring: those given, and those of a file.
+    """Return the keys that requests may bring: those given, and those of the file at `path`.
 
-    A sentence is added to `notes` if every user of the machine can read that file.
-
-    Without either, they come from the variable `SENSORIUM_API_KEY`. A file and the variable have
-    one key in a line. In any case the variable is removed, so that no process that is started has
-    it. Raise a `ModelError` if the file can't be read, or if a key, the file or the variable is
-    empty.
+    Without either, they come from the variable `SENSORIUM_API_KEY`, which is removed in any case,
+    so that no child process has it. A file and the variable have one key in a line. A sentence is
+    added to `notes` if every user of the machine can read the file. Raise a `ModelError` if it
+    can't be read, or if a key, the file or the variable is empty.
     """
     variable = os.environ.pop(VARIABLE, None)
     if not all(map(str.strip, given)):
@@ -37,10 +35,7 @@ def take_keys(given: Sequence[str], path: str | None, notes: list[str]) -> tuple
 
 
 def get_client_key(given: str | None, *others: str) -> str | None:
-    """Return the key that a client sends: the one given, or else that of a variable.
-
-    The variables are `SENSORIUM_API_KEY`, with its first line, and then `others`.
-    """
+    """Return a client's key: the one given, the first of `SENSORIUM_API_KEY`, or of `others`."""
     if given:
         return given
     lines = _list_lines(os.environ.get(VARIABLE, ""))

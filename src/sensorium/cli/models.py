@@ -18,8 +18,8 @@ OTHERS = (
     "Models of other types run through the same generic code, if their decoder uses Transformers'\n"
     "attention interface and a trial at start agrees with the model on its own. If the trial of\n"
     "text disagrees, the start fails. If that of a modality disagrees, the modality is switched\n"
-    "off, or limited to one item a prompt if that agrees. A sound that such a model would not\n"
-    "hear to its end is refused."
+    "off, or limited to one item a prompt if that agrees. Audio that such a model would not\n"
+    "process to its end is refused."
 )
 _DEFAULT = (
     f"Commands use {EMBEDDED_MODEL}, which comes with the package, unless they are given another "
@@ -28,10 +28,6 @@ _DEFAULT = (
 
 
 def add_models(commands: Any) -> None:
-    """Add the subcommand `models` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     models = commands.add_parser(
         "models",
         help="list the model families, or describe one model",
@@ -75,7 +71,6 @@ def _show_models(arguments: argparse.Namespace) -> None:
 
 
 def get_rows() -> list[tuple[str, ...]]:
-    """Return one table row for each known model family, with the columns of `HEADER`."""
     return [
         (
             family.name,

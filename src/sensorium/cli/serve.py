@@ -29,7 +29,7 @@ _MAX_POOL_SIZE = 4
 _MAX_THREADS = 4  # of one process for media; more hardly help
 _MAX_FRONTENDS = 4  # that are started without being asked for
 _CORES_PER_FRONTEND = 4
-_MAX_SHARE = 0.25  # of the free memory, for a media cache that nobody has asked to be shared
+_MAX_SHARE = 0.25  # of the free memory, for a media cache that is shared by default
 _SERVE = """Serve a model over HTTP, with OpenAI's API. One process computes and others serve; a
 process that dies is started again. After SIGTERM requests in flight may end; a second SIGTERM ends
 them too."""
@@ -46,18 +46,14 @@ _RENDER_EXAMPLES = """examples:
   sensorium render MODEL --port 8001
   sensorium render MODEL --api-server-count 4 --mm-processor-cache-gb 1
 """
-_DEMO = """Start a server on this machine, ask it about the pictures, sounds and the video
-that come with the package, and then ask other questions about the same media: what was perceived
-once is not perceived again. Times are those of a client, from a question to the end of its answer.
-Ends the server, too."""
+_DEMO = """Start a server on this machine, ask it about the pictures, audio and the video
+that come with the package, and then ask other questions about the same media: what was processed
+once is not processed again. Times are those of a client, from a question to the end of its answer.
+Also ends the server."""
 _DEMO_EPILOG = "On a terminal with colors and at least 68 columns, media is drawn. Ctrl-C ends it."
 
 
 def add_serve(commands: Any) -> None:
-    """Add the subcommands `serve` and `render` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     _add(commands, "serve", "serve a model over HTTP", _SERVE, _SERVE_EXAMPLES)
     summary = "render for a model that runs elsewhere, over HTTP"
     _add(commands, "render", summary, _RENDER, _RENDER_EXAMPLES)
@@ -77,10 +73,6 @@ def _add(commands: Any, name: str, summary: str, description: str, examples: str
 
 
 def add_demo(commands: Any) -> None:
-    """Add the subcommand `demo` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     demo = commands.add_parser(
         "demo",
         help="show what a model sees and takes, and what its caches save",
@@ -102,7 +94,6 @@ def _run_demo(arguments: argparse.Namespace) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> None:
-    """Run a server until it stops, and exit with its status if that is not 0."""
     options = make_options(arguments)
     from sensorium.server.logs import set_up_logging
 
@@ -145,7 +136,6 @@ def make_options(arguments: argparse.Namespace) -> ServeOptions:
 
 
 def get_model(arguments: argparse.Namespace) -> str:
-    """Return the model that the command line names, or the embedded one."""
     if "" in (arguments.model, arguments.named_model):
         arguments.refuse("the name of the model is empty")
     model: str = arguments.model or arguments.named_model or EMBEDDED_MODEL
@@ -155,11 +145,7 @@ def get_model(arguments: argparse.Namespace) -> str:
 
 
 def _choose_processes(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the defaults of server options and of media options that depend on the machine.
-
-    These are the number of frontends, the kind of media cache, and the number of processes and
-    threads for media.
-    """
+    """Return the defaults of server options and of media options that depend on the machine."""
     num_cores = count_cores()
     given = get_given(arguments, MediaOptions)
     num_frontends, reason = getattr(arguments, "api_server_count", None), ""
@@ -188,7 +174,6 @@ def _choose_processes(arguments: argparse.Namespace) -> tuple[dict[str, Any], di
 
 
 def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     has_affinity = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
@@ -220,9 +205,6 @@ def choose_frontends(
 
 
 def choose_pool_size(num_frontends: int, num_cores: int) -> int:
-    """Return how many processes each frontend starts for decoding and processing media.
-
-    Half of the CPU cores, but at most 4, are divided among the frontends. Each frontend gets at
-    least two processes, so that an image does not wait until a long video is finished.
-    """
+    """Return how many processes each frontend starts for media: a share of half of the cores."""
+    # At least two, so that an image does not wait until a long video is finished.
     return max(_MIN_POOL_SIZE, min(_MAX_POOL_SIZE, num_cores // 2) // num_frontends)

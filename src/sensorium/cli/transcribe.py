@@ -1,6 +1,6 @@
-"""The command `transcribe`, which writes down what is said in files.
+"""The command `transcribe`, which transcribes audio and video files.
 
-A model in this process does it, or a server that is running. Both give what they find to a
+It uses a model in this process, or a running server. Both give their results to a
 `TranscriptWriter`. A file that fails is named on stderr, and costs the others nothing.
 """
 
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from sensorium.speech.formats import SpeechFormat
     from sensorium.speech.transcript import Transcript
 
-_DESCRIPTION = """Write down what is said in sounds and videos of any length. Text is printed as it
-is found; several files are computed together. With --output-dir each file gets a transcript of its
-own, such as talk.srt for talk.mp3. A file that fails is named on stderr, the others are
-transcribed all the same, and the exit code is 1."""
+_DESCRIPTION = """Transcribe audio and videos of any length. Text is printed as it is found; several
+files are computed together. With --output-dir each file gets a transcript of its own, such as
+talk.srt for talk.mp3. A file that fails is named on stderr, the others are transcribed all the
+same, and the exit code is 1."""
 _EXAMPLES = """examples:
   sensorium transcribe talk.mp3 --model openai/whisper-small
   sensorium transcribe *.mp4 --model MODEL --format srt --output-dir subtitles
@@ -48,7 +48,7 @@ _EXAMPLES = """examples:
   ffmpeg -i film.mkv -f wav - | sensorium transcribe - --model MODEL
   arecord -q -t raw -f S16_LE -r 16000 -c 1 | sensorium transcribe --live - --url URL
 """
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s of sound [{elapsed}<{remaining}]"
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} s of audio [{elapsed}<{remaining}]"
 _STDIN = "-"
 _KEY_VARIABLE = "OPENAI_API_KEY"
 # Paths of errors that every file would have, because they are of the options.
@@ -56,13 +56,9 @@ _SHARED_PATHS = (("language",), ("prompt",), ("temperature",), ("task",))
 
 
 def add_transcribe(commands: Any) -> None:
-    """Add the subcommand `transcribe` to the parser of `sensorium`.
-
-    `commands` is the object that `add_subparsers` of argparse returned.
-    """
     parser = commands.add_parser(
         "transcribe",
-        help="write down what is said in sounds and videos",
+        help="transcribe what is said in audio and videos",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -71,8 +67,8 @@ def add_transcribe(commands: Any) -> None:
         "words",
         nargs="*",
         metavar="FILE",
-        help="A sound, or a video with one; - is stdin. Of a directory, all files below it that "
-        "have names of sounds or videos.",
+        help="An audio file, or a video with audio; - is stdin. Of a directory, all files below it "
+        "that have names of audio or video files.",
     )
     parser.add_argument(
         "--model", metavar="MODEL", help=f"{flags.MODEL_HELP} With --url: its name."
@@ -100,7 +96,7 @@ def add_transcribe(commands: Any) -> None:
         "--delay",
         type=_read_delay,
         metavar="DELAY",
-        help="With --live, how far words are behind the sound, for models that write while you "
+        help="With --live, how far words are behind the audio, for models that write while you "
         f"speak: {join_words((*DELAYS_MS, 'a number of milliseconds'))}. Default: the model's own.",
     )
     flags.add_quiet(parser)
@@ -142,7 +138,7 @@ def _add_speech_flags(parser: argparse.ArgumentParser) -> None:
         "--task",
         choices=("transcribe", "translate"),
         default="transcribe",
-        help="Write down what is said in its own language, or in English. Default: transcribe.",
+        help="Write what is said in its own language, or in English. Default: transcribe.",
     )
     group.add_argument(
         "--prompt",
@@ -171,7 +167,6 @@ def _read_delay(given: str) -> str | int:
 
 
 def _transcribe(arguments: argparse.Namespace) -> None:
-    """Run the command: transcribe all files, and exit with 1 if one of them failed."""
     found = FoundAudio() if arguments.live else find_audio_files(arguments.words)
     _check_usage(arguments, found.audios)
     if arguments.live:
@@ -197,7 +192,6 @@ def _transcribe(arguments: argparse.Namespace) -> None:
 
 
 def _check_usage(arguments: argparse.Namespace, audios: Sequence[AudioFile]) -> None:
-    """End the process with the usage and an error if flags don't go together."""
     names, form = list(dict.fromkeys(arguments.words)), arguments.format
     if not names:
         arguments.refuse("there is no file: give at least one, or - for stdin")
@@ -258,7 +252,6 @@ def _run_model(
     writer: TranscriptWriter,
     params: SamplingParams,
 ) -> None:
-    """Transcribe files with a model in this process."""
     arguments.model = arguments.model or EMBEDDED_MODEL
     if arguments.task == "translate":
         _check_translation(arguments.model)
@@ -289,10 +282,7 @@ def _run_model(
 
 
 def _check_translation(model: str) -> None:
-    """Raise a `RequestError` if the model's config tells that it does not translate.
-
-    Loading it would take seconds before the same is said.
-    """
+    """Raise a `RequestError`, before the model is loaded, if its config excludes translation."""
     directory = PACKED_MODEL if model == EMBEDDED_MODEL else find_directory(model)
     if directory is not None:
         kind = str(read_json(directory / CONFIG).get("model_type"))
@@ -301,7 +291,6 @@ def _check_translation(model: str) -> None:
 
 
 def _name_other(model: str, error: RequestError) -> RequestError:
-    """Return an error which says that the model can't be used, and what can be done."""
     return RequestError(
         f"{model} can't be used: {error.message}. Name another with --model, such as "
         "openai/whisper-small."
@@ -328,7 +317,6 @@ def _start(
 
 
 def _write(transcript: Transcript, form: SpeechFormat, has_words: bool) -> str:
-    """Return a transcript in a format, as the content of a file."""
     import msgspec
 
     if form == "json":
@@ -339,7 +327,6 @@ def _write(transcript: Transcript, form: SpeechFormat, has_words: bool) -> str:
 
 
 def _run_live(arguments: argparse.Namespace) -> None:
-    """Transcribe the audio on stdin with a server, while it comes."""
     from sensorium.cli.speech.live_client import LiveClient
 
     names = ("model", "language", "prompt", "delay")
@@ -358,7 +345,6 @@ def _run_live(arguments: argparse.Namespace) -> None:
 def _run_server(
     arguments: argparse.Namespace, audios: Sequence[AudioFile], writer: TranscriptWriter
 ) -> None:
-    """Transcribe files with a server."""
     from sensorium.cli.speech.speech_client import SpeechClient
 
     fields: dict[str, Any] = {

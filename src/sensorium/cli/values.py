@@ -1,4 +1,4 @@
-"""Reads the values of options as the command line writes them."""
+"""Reads the values of options on the command line, or raises an `ArgumentTypeError`."""
 
 from __future__ import annotations
 
@@ -46,10 +46,7 @@ def _parse_number(text: str, kind: type[int | float] = float, noun: str = "a num
 
 
 def _parse_bytes(text: str) -> int:
-    """Return the number of bytes that a text such as "4294967296", "4G" or "4096M" means.
-
-    Units are powers of 1024. Raises an `ArgumentTypeError` if the text is not such a number.
-    """
+    """Return the bytes of a text such as "4294967296", "4G" or "4096M" (powers of 1024)."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes: use e.g. 4G")
@@ -57,11 +54,7 @@ def _parse_bytes(text: str) -> int:
 
 
 def _parse_tokens(text: str) -> int | None:
-    """Return the number that a text such as "4096", "4k" (4000), "4K" (4096) or "2.5k" means.
-
-    "auto" and "-1" are `None`, with which the engine chooses. Raises an `ArgumentTypeError` if the
-    text is no such number.
-    """
+    """Return the number of "4096", "4k" (4000), "4K" (4096) or "2.5k"; None for "auto" and "-1"."""
     if text.strip().lower() in ("auto", "-1"):
         return None
     match = _TOKENS.fullmatch(text.strip())
@@ -74,10 +67,6 @@ def _parse_tokens(text: str) -> int | None:
 
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the integers of a list that is separated by commas, such as "1,2,4".
-
-    Raises an `ArgumentTypeError` if one of them is not an integer >= 1.
-    """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MAX_INTEGER for word in words):
         raise argparse.ArgumentTypeError(

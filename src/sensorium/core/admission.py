@@ -1,6 +1,6 @@
 """Checks requests before the core accepts them, so that no accepted request can get stuck.
 
-Pure: looks at a request and the limits, and raises a `RequestError` that names the fault.
+Pure: it looks at a request and the limits, and raises a `RequestError` that names the fault.
 """
 
 from __future__ import annotations
@@ -20,17 +20,13 @@ _MEDIA = ("multi_modal_data",)  # the path of a prompt's media items
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The limits on requests and steps, and the properties of the model that affect scheduling.
+    """The limits on requests and steps, and the properties of the model that affect scheduling."""
 
-    Lengths are in tokens. The two encoder limits are in embeddings, the vectors that an encoder
-    produces for a media item: how many the cache holds, and how many one step may compute.
-    """
-
-    max_model_len: int
+    max_model_len: int  # tokens, as all lengths
     max_num_batched_tokens: int
     max_num_seqs: int
-    encoder_cache_size: int
-    max_num_encoder_embeds: int
+    encoder_cache_size: int  # embeddings that it holds
+    max_num_encoder_embeds: int  # embeddings that one step may compute
     # The model attends in both directions inside items of these modalities, so that consecutive
     # embeddings of an item must be computed in one step.
     bidirectional_modalities: frozenset[str] = frozenset()
@@ -52,12 +48,12 @@ def check_request(request: EngineCoreRequest, limits: Limits) -> None:
         raise RequestError("the prompt is empty: at least one token is needed", path=("prompt",))
     check_length(num_tokens, limits.max_model_len)
     stream = request.stream
-    if stream is None:  # the sound of a stream has no place in its prompt
+    if stream is None:  # the audio of a stream has no placeholder in its prompt
         _check_features(request.mm_features, num_tokens, limits)
     elif not stream.is_open and stream.num_received <= num_tokens:
         raise RequestError(
-            f"the prompt has {num_tokens} tokens, but every token needs a part of the sound, which "
-            f"is long enough for {stream.num_received}: shorten the prompt, or send a longer sound",
+            f"the prompt has {num_tokens} tokens, but every token needs a part of the audio, which "
+            f"is long enough for {stream.num_received}: shorten the prompt, or send longer audio",
             path=("prompt",),
         )
 
@@ -82,11 +78,7 @@ def get_max_tokens(request: EngineCoreRequest, limits: Limits) -> int:
 def check_growth(
     request: EngineCoreRequest, limits: Limits, spans: Spans, kv_cache: KVCacheManager
 ) -> None:
-    """Raise a `RequestError` if a request at its full length does not fit into the KV cache.
-
-    `spans` are the token ranges that must each be computed in one step. The whole cache is assumed
-    to be free.
-    """
+    """Raise `RequestError` if a request at its full length does not fit into an empty KV cache."""
     longest_span = max((end - start for start, end in spans), default=0)
     max_new_tokens = max(limits.max_num_batched_tokens, longest_span)
     max_tokens = get_max_tokens(request, limits)
@@ -132,11 +124,8 @@ def _check_features(
 
 
 def _check_first_step(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> None:
-    """Raise a `RequestError` if an encoder-decoder model can't encode all media items at once.
-
-    Such a model encodes all of them in the first step. They take no positions in the prompt, so
-    each must have offset 0.
-    """
+    """Raise `RequestError` if an encoder-decoder model can't encode all items in the first step."""
+    # They take no positions in the prompt.
     for mm_index, feature in enumerate(features):
         offset = feature.mm_position.offset
         if offset != 0:
@@ -173,11 +162,7 @@ def _check_places(features: Sequence[MultiModalFeatureSpec], num_tokens: int) ->
 def _make_error(
     features: Sequence[MultiModalFeatureSpec], mm_index: int, reason: str
 ) -> RequestError:
-    """Return a `RequestError` about one media item, with the path of the item in the request.
-
-    The path has the item's modality and its index among the items of that modality. `reason`
-    follows the name of the item in the message, and so begins with a verb.
-    """
+    """Return an error about one media item; `reason` follows its name and begins with a verb."""
     modality = features[mm_index].modality
     index = sum(feature.modality == modality for feature in features[:mm_index])
     return RequestError(f"{modality} item {index} {reason}", path=(*_MEDIA, modality, index))
@@ -186,9 +171,8 @@ def _make_error(
 def get_unsplittable_spans(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> Spans:
     """Return the sorted token ranges of media items that must each be computed in one step.
 
-    These are the items that the model attends to in both directions; `limits` names their
-    modalities, and may demand it of all items. The ends are exclusive. Raises a `RequestError` if
-    two items that the model attends to in both directions have no text between them.
+    Raise `RequestError` if two items that are attended to in both directions have no text between
+    them.
     """
     if limits.is_encoder_decoder:
         return ()

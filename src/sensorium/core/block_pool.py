@@ -17,29 +17,25 @@ from dataclasses import dataclass
 
 from sensorium.types.errors import InvariantError
 
-NULL_BLOCK = 0  # stands in block tables for positions that no layer of the group reads any more
+# Never allocated: stands in block tables for positions that no layer of the group reads any more.
+NULL_BLOCK = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPoolStatistics:
-    """The number of KV cache blocks in a pool, and how many are used, cached or were evicted.
-
-    A block is used while a request holds a reference to it. A cached block has computed contents
-    that later requests can find by name; it may be used or free.
-    """
+    """Counts of the KV cache blocks of a pool, by their use."""
 
     num_blocks: int
-    num_used: int
-    num_cached: int
+    num_used: int  # requests refer to them
+    num_cached: int  # used or free, with computed contents that can be found by name
     num_evictions: int
 
 
 class BlockPool:
-    """A pool of KV cache blocks of equal size that requests allocate, share and release.
+    """A pool of KV cache blocks that requests allocate, share and release.
 
     A released block keeps its contents and its name, so that a later request with the same tokens
-    can reuse it, until it is allocated for something else (evicted). Block 0 is the null block,
-    which is never allocated.
+    can reuse it, until it is allocated for something else (evicted).
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -74,11 +70,7 @@ class BlockPool:
         return block_id in self._free
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks, give each one reference, and return their ids.
-
-        If a block was cached, its old contents can no longer be found. Raises an `InvariantError`
-        if fewer than `count` blocks are free.
-        """
+        """Allocate free blocks with one reference each, and evict the contents that they held."""
         if count > len(self._free):
             raise InvariantError(f"{count} KV blocks are needed, but {len(self._free)} are free")
         return [self._allocate_one() for _ in range(count)]
@@ -102,8 +94,8 @@ class BlockPool:
     def release(self, block_ids: Iterable[int]) -> None:
         """Drop one reference to each of the blocks, and free those that have no reference left.
 
-        Cached blocks that become free are evicted in the order in which they are given here. Null
-        blocks are skipped.
+        Cached blocks are evicted in the order in which they are given here. Null blocks are
+        skipped.
         """
         for block_id in block_ids:
             if block_id == NULL_BLOCK:
@@ -120,9 +112,7 @@ class BlockPool:
     def register(self, block_id: int, name: bytes) -> None:
         """Make a computed block findable under a name, which is a hash of its contents.
 
-        If another block has this name already, that one keeps it, and this block gets no name. A
-        block that has a name keeps its first one. Raises an `InvariantError` if the block has no
-        reference.
+        A block keeps its first name, and a name its first block: a second one gets no name.
         """
         if self._num_refs[block_id] <= 0:
             raise InvariantError(f"KV block {block_id} is cached, but no request refers to it")
@@ -131,10 +121,7 @@ class BlockPool:
             self._block_of[name] = block_id
 
     def clear_cache(self) -> None:
-        """Remove the names of all blocks, so that later requests can't reuse their contents.
-
-        Blocks that requests hold stay allocated.
-        """
+        """Remove the names of all blocks; requests keep the blocks that they hold."""
         self._block_of.clear()
         self._name_of = [None] * self.num_blocks
 

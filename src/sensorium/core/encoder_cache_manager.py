@@ -28,11 +28,7 @@ from sensorium.types.scheduling import EncoderInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderCacheStatistics:
-    """The size of the encoder cache, what it holds, and how often it was used.
-
-    Sizes are counted in embeddings. A media item of a preempted request is counted again in
-    `num_queries` and `num_hits`.
-    """
+    """Counts of what the encoder cache holds, in embeddings, and of how it was used."""
 
     capacity: int
     num_used_embeds: int
@@ -40,7 +36,8 @@ class EncoderCacheStatistics:
     num_entries: int
     num_references: int
     num_evictions: int
-    num_queries: int  # media items that had to be encoded or found
+    # Media items that had to be encoded or found; those of preempted requests count again.
+    num_queries: int
     num_hits: int  # those of them that were found, here or as keys and values in the KV cache
 
 
@@ -54,12 +51,7 @@ class _Entry:
 
 
 class EncoderCacheManager:
-    """A record of the encoder outputs in the worker's cache, and of the requests that need them.
-
-    An entry is the encoder output of a media item. It is reserved when it is scheduled to be
-    encoded, then computed. It stays in the cache while a media item of a request holds a reference
-    to it. After that it may be evicted.
-    """
+    """A record of the encoder outputs in the worker's cache, and of the requests that need them."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -76,10 +68,7 @@ class EncoderCacheManager:
 
     @property
     def num_reclaimable_embeds(self) -> int:
-        """The number of embeddings that an allocation can get at most.
-
-        It is the free space plus the entries that may be evicted.
-        """
+        """The number of embeddings that can be allocated at most, if all evictable entries go."""
         return self._num_free + self._num_evictable
 
     def __contains__(self, key: str) -> bool:
@@ -93,25 +82,17 @@ class EncoderCacheManager:
         return key in self._evictable
 
     def get_num_embeds(self, key: str) -> int:
-        """Return how many embeddings an entry has; the cache must hold it."""
         return self._entries[key].num_embeds
 
     def has_reference(self, request: Request, mm_index: int) -> bool:
         return mm_index in self.request_cached_ids.get(request.request_id, ())
 
     def get_cached_input_ids(self, request: Request) -> frozenset[int] | set[int]:
-        """Return the indices of the request's media items that hold a reference to an entry.
-
-        The result is the manager's own set, not a copy, so the caller must not change it.
-        """
+        """Return the request's items that hold references, as the manager's own set, not a copy."""
         return self.request_cached_ids.get(request.request_id, frozenset())
 
     def check_and_update_cache(self, request: Request, mm_index: int) -> bool:
-        """Give a media item a reference to its encoder output, if the cache has an entry for it.
-
-        The entry may be computed, or only reserved by an item that is encoded in this step. Return
-        whether there was such an entry.
-        """
+        """Give an item a reference to its entry, and return whether the cache has such an entry."""
         key = request.get_encoder_key(mm_index)
         entry = self._entries.get(key)
         if entry is None:
@@ -131,10 +112,7 @@ class EncoderCacheManager:
         to_encode: Sequence[int],
         duplicates: Sequence[int],
     ) -> tuple[EncoderInput, ...]:
-        """Give a request the media items of a window, and return those that a step has to encode.
-
-        `duplicates` are equal to one that is encoded.
-        """
+        """Give a request the items of a window, and return those that the step has to encode."""
         # Shared entries come first, so that they are not evicted to make space. Duplicates need the
         # entry to exist.
         for mm_index in to_share:
@@ -157,11 +135,7 @@ class EncoderCacheManager:
         return num_embeds <= self.num_reclaimable_embeds
 
     def allocate(self, request: Request, mm_index: int) -> None:
-        """Reserve space for the encoder output of a media item that is about to be encoded.
-
-        If needed, entries that no request holds are evicted. Raises an `InvariantError` if they do
-        not free enough space, or if the cache has an entry for the item.
-        """
+        """Reserve space for the encoder output of an item, and evict entries if need be."""
         key = request.get_encoder_key(mm_index)
         num_embeds = request.mm_features[mm_index].mm_position.get_num_embeds()
         if key in self._entries or not self.can_allocate(num_embeds):
@@ -175,11 +149,7 @@ class EncoderCacheManager:
         self._add_reference(entry, request.request_id, mm_index)
 
     def mark_computed(self, key: str) -> None:
-        """Record that the worker has encoded the media item of an entry.
-
-        If no request needs the entry any more, it may be evicted from now on. An unknown key is
-        ignored.
-        """
+        """Record that the worker has encoded an item; an unknown key is ignored."""
         entry = self._entries.get(key)
         if entry is None or entry.is_computed:
             return
@@ -188,11 +158,7 @@ class EncoderCacheManager:
             self._make_evictable(key, entry)
 
     def discard(self, key: str) -> set[str]:
-        """Remove an entry that the worker could not encode, and return the ids of its requests.
-
-        The set is empty if the cache has no such entry. Raises an `InvariantError` if the entry was
-        computed.
-        """
+        """Remove an entry that the worker could not encode, and return the ids of its requests."""
         entry = self._entries.get(key)
         if entry is None:
             return set()
@@ -206,7 +172,7 @@ class EncoderCacheManager:
         return {request_id for request_id, _ in entry.references}
 
     def free_encoder_input(self, request: Request, mm_index: int) -> None:
-        """Drop the reference of a media item to its encoder output, if it holds one."""
+        """Drop the reference of an item to its encoder output, if it holds one."""
         if not self.has_reference(request, mm_index):
             return
         self._remove_from_index(request.request_id, mm_index)
@@ -217,11 +183,7 @@ class EncoderCacheManager:
             self._make_evictable(key, entry)
 
     def free_passed_items(self, request: Request, start: int) -> None:
-        """Drop the references of media items that no token to be computed needs any more.
-
-        An item is dropped if it overlaps the tokens from `start` on and ends at or before
-        `request.num_computed_tokens`.
-        """
+        """Drop the references of items that end within the tokens computed from `start` on."""
         end = request.num_computed_tokens
         lo, hi = get_mm_features_in_window(request.mm_features, start, end)
         for mm_index in range(lo, hi):
@@ -229,27 +191,21 @@ class EncoderCacheManager:
                 self.free_encoder_input(request, mm_index)
 
     def free(self, request: Request) -> None:
-        """Drop all references that the media items of a request hold."""
+        """Drop all references that the items of a request hold."""
         for mm_index in tuple(self.request_cached_ids.get(request.request_id, ())):
             self.free_encoder_input(request, mm_index)
 
     def add_freed_keys(self, keys: Iterable[str]) -> None:
-        """Put keys on the list of encoder outputs that the worker must drop in the next step.
-
-        It is for outputs that the worker may hold although this manager has no entry for them.
-        """
+        """Make the worker drop outputs that it may hold although there is no entry for them."""
         self._freed_keys.extend(keys)
 
     def take_freed_keys(self) -> tuple[str, ...]:
-        """Return the keys of the encoder outputs that the worker must drop, and empty the list.
-
-        They are the entries that were evicted, and the keys that were added, since the last call.
-        """
+        """Return the keys evicted or added since the last call, which the worker must drop."""
         freed, self._freed_keys = tuple(self._freed_keys), []
         return freed
 
     def clear_cache(self) -> None:
-        """Evict all entries that no request holds a reference to."""
+        """Evict all entries that can be evicted."""
         while self._evictable:
             self._evict_oldest()
 

@@ -28,16 +28,12 @@ _MIN_DROPPED = 32  # blocks that are removed from the tables of such a request a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """The longest beginning of a request's tokens that the KV cache already holds.
-
-    `block_ids` has the cached blocks of each group of layers. Where a sliding window no longer
-    reaches, it has null blocks. With `has_media`, the group with cross-attention has all blocks of
-    the request's media; otherwise it has none.
-    """
+    """The longest beginning of a request's tokens that the KV cache already holds."""
 
     num_tokens: int
+    # The group with cross-attention has all blocks of the request's media. False: it has none.
     has_media: bool = False
-    block_ids: BlockIds  # null blocks before a sliding window
+    block_ids: BlockIds  # of each group of layers; null blocks before a sliding window
 
 
 @dataclass(slots=True)
@@ -49,12 +45,7 @@ class _BlockTable:
 
 
 class KVCacheManager:
-    """The KV cache blocks of all requests, and the pools that the blocks are allocated from.
-
-    Each group of layers has its own pool, and each request has a block table (a list of block ids
-    in the order of its tokens) in each group. The manager counts blocks only; the worker holds the
-    tensors.
-    """
+    """A record of the KV cache blocks of all requests, with a pool for each group of layers."""
 
     def __init__(
         self, groups: Sequence[KVCacheGroup], *, block_size: int, enable_prefix_caching: bool = True
@@ -71,10 +62,7 @@ class KVCacheManager:
 
     @property
     def num_releases(self) -> int:
-        """The number of block references that were dropped since the start.
-
-        While it does not change, an allocation that failed would fail again.
-        """
+        """The number of references dropped; a failed allocation fails again until it grows."""
         return sum(pool.num_releases for pool in self._pools)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
@@ -83,12 +71,7 @@ class KVCacheManager:
     def can_ever_fit(
         self, num_tokens: int, max_new_tokens: int, num_cross_positions: int = 0
     ) -> bool:
-        """Return whether a request of `num_tokens` tokens fits into an otherwise empty KV cache.
-
-        `max_new_tokens` is the most tokens that one step computes. It matters for layers with a
-        sliding window, which keep only the blocks that the current step reads. Layers with
-        cross-attention keep `num_cross_positions`.
-        """
+        """Return whether a request fits into an empty KV cache if a step has `max_new_tokens`."""
         return all(
             self._num_blocks_at_most(
                 group, num_cross_positions if group.is_cross else num_tokens, max_new_tokens
@@ -112,15 +95,15 @@ class KVCacheManager:
         total = -(-num_tokens // self.block_size)
         if group.window is None:
             return total
-        # A sliding window may begin and end inside a block.
+        # Only the blocks that the current step reads are kept. A sliding window may begin and end
+        # inside a block.
         live = -(-(group.window - 1 + min(max_new_tokens, num_tokens)) // self.block_size) + 1
         return min(total, live)
 
     def find_prefix(self, request: Request, max_tokens: int) -> PrefixHit:
-        """Return the longest cached prefix of a request, with at most `max_tokens` tokens.
+        """Return the longest cached prefix of a request, of whole blocks and at most `max_tokens`.
 
-        The prefix consists of whole blocks, and does not end inside a media span that must be
-        computed in one step. Nothing is allocated; the caller passes the result to `allocate`.
+        It does not end inside an unsplittable span. Nothing is allocated: pass it to `allocate`.
         """
         num_blocks = max_tokens // self.block_size if self.enable_prefix_caching else 0
         for group, pool in zip(self.groups, self._pools, strict=True):
@@ -155,22 +138,16 @@ class KVCacheManager:
         return at_most
 
     def _get_shorter(self, request: Request, num_blocks: int) -> int | None:
-        """Return a smaller number of blocks to try, or `None` if `num_blocks` blocks can be reused.
-
-        They can't be reused if the prefix would end inside an unsplittable media span, or if a
-        layer group with a sliding window lacks a block that it needs.
-        """
+        """Return a smaller number of blocks to try, or `None` if `num_blocks` can be reused."""
         span = request.get_split_span(num_blocks * self.block_size)
         if span is not None:
             return span[0] // self.block_size
         return self._window_miss(request, num_blocks)
 
     def _window_miss(self, request: Request, num_blocks: int) -> int | None:
-        """Return the index of the last block that a layer group needs for its window and lacks.
+        """Return the last block that a sliding window needs after a prefix and lacks, or `None`.
 
-        The prefix has `num_blocks` blocks. Return `None` if each group with a sliding window has
-        all blocks that it needs. Every shorter prefix that contains the missing block needs it too,
-        so the caller next tries the prefix that ends before it.
+        Every shorter prefix with this block needs it as well, so the next to try ends before it.
         """
         for group, pool in zip(self.groups, self._pools, strict=True):
             if group.window is None:
@@ -193,23 +170,19 @@ class KVCacheManager:
         return blocks
 
     def _first_live_block(self, group: KVCacheGroup, num_computed_tokens: int) -> int:
-        """Return the index of the first block that later positions of a request still read.
-
-        Later positions are those from `num_computed_tokens` on. Position p reads from p - window +
-        1 on, or from 0 on if the group has no sliding window.
-        """
+        """Return the first block that positions from `num_computed_tokens` on still read."""
         if group.window is None:
             return 0
+        # Position p reads from p - window + 1 on.
         return max(0, num_computed_tokens - group.window + 1) // self.block_size
 
     def allocate(
         self, request: Request, num_tokens: int, hit: PrefixHit | None = None
     ) -> BlockIds | None:
-        """Extend the blocks of a request so that they hold its first `num_tokens` tokens.
+        """Extend the blocks of a request to its first `num_tokens` tokens, and return the new ones.
 
-        Return the ids of the added blocks for each group of layers, or `None`, with nothing
-        allocated, if a pool has too few free blocks. If the request has no blocks yet, it starts
-        with the cached blocks of `hit`, which are part of the result.
+        A request without blocks starts with the cached ones of `hit`, which are part of the result.
+        If a pool has too few free blocks, nothing is allocated, and the result is `None`.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
@@ -266,12 +239,8 @@ class KVCacheManager:
                 table.num_passed = first
 
     def commit(self, request: Request) -> None:
-        """Let later requests reuse the blocks that the computed tokens of a request have filled.
-
-        The first `request.num_computed_tokens` tokens are computed. This does nothing if prefix
-        caching is off, or for a stream: its blocks depend on its sound.
-        """
-        if not self.enable_prefix_caching or request.is_stream:
+        """Let later requests reuse the blocks that the computed tokens of a request have filled."""
+        if not self.enable_prefix_caching or request.is_stream:  # its blocks depend on its audio
             return
         first = self._num_registered[request.request_id]
         last = request.num_computed_tokens // self.block_size
@@ -286,9 +255,9 @@ class KVCacheManager:
     def reserve(self, request: Request, max_model_len: int, max_new_tokens: int) -> None:
         """Set blocks aside for a request that is never preempted, until it is freed.
 
-        Raise a `CapacityError` if all such requests together would need more than
-        `_MAX_RESERVED` of the blocks of a group, or leave too few for one other request. That may
-        have `max_model_len` tokens, and `max_new_tokens` of them in a step.
+        Raise `CapacityError` if all such requests together would need more than `_MAX_RESERVED` of
+        the blocks of a group, or leave too few for one other request of `max_model_len` tokens,
+        with `max_new_tokens` of them in a step.
         """
         # No step has more of its tokens than the first one, which computes its prompt.
         most_new = min(max_model_len, request.num_prompt_tokens + self.block_size)
@@ -298,7 +267,7 @@ class KVCacheManager:
             other = self._num_blocks_at_most(self.groups[index], max_model_len, max_new_tokens)
             if total > min(_MAX_RESERVED * pool.capacity, pool.capacity - other):
                 raise CapacityError(
-                    f"the sounds that are being listened to ({len(self._reserved)}) have set aside "
+                    f"the audio streams that are open ({len(self._reserved)}) have set aside "
                     "as much of the KV cache as they may: try again later, or start the engine "
                     "with a larger kv_cache_memory_bytes"
                 )
@@ -317,9 +286,9 @@ class KVCacheManager:
         )
 
     def drop_passed(self, request: Request) -> int:
-        """Remove the blocks before all windows from the tables of a request.
+        """Remove the blocks before all windows from a request, and return how many tokens they had.
 
-        Return how many tokens they had. The tokens behind them count from 0 again.
+        The tokens behind them count from 0 again.
         """
         tables = self._tables[request.request_id]
         self._release_passed(tables, request.num_computed_tokens)
@@ -330,10 +299,7 @@ class KVCacheManager:
         return count * self.block_size
 
     def commit_media(self, request: Request) -> None:
-        """Let later requests reuse the blocks of a request's media, which its first step filled.
-
-        This does nothing if prefix caching is off.
-        """
+        """Let later requests reuse the blocks of a request's media, which its first step filled."""
         if self._cross_group is None or not self.enable_prefix_caching:
             return
         pool = self._pools[self._cross_group]
@@ -342,18 +308,15 @@ class KVCacheManager:
             pool.register(block_id, request.media_block_hash(index))
 
     def free(self, request_id: str) -> None:
-        """Release all blocks of a request, if it has any.
-
-        The blocks at its end are evicted before those at its beginning, which other requests are
-        more likely to share.
-        """
+        """Release all blocks of a request, if it has any."""
         self._reserved.pop(request_id, None)
         tables = self._tables.pop(request_id, None)
         if tables is None:
             return
         del self._num_registered[request_id]
         for group, pool, table in zip(self.groups, self._pools, tables, strict=True):
-            # Blocks of media become free in the order of their ids, so that the next sound gets
+            # The blocks at the end are evicted first: others more likely share the beginning.
+            # Blocks of media become free in the order of their ids, so that the next media get
             # blocks that follow one another. Free blocks without a name are used in reverse order.
             is_forward = group.is_cross and pool.has_name(table.block_ids)
             pool.release(table.block_ids if is_forward else reversed(table.block_ids))

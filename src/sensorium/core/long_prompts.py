@@ -1,25 +1,24 @@
-"""Decides which long prompt goes on in a step, and with how many tokens, while others are there.
+"""Decides which long prompt gets tokens of a step, and how many, while there are other requests.
 
 A prompt is long if more than `threshold` of its tokens are to be computed when it starts. It stays
 long until all of them are. A step with many of its tokens takes long, and all others wait for it.
-This module only decides, and the scheduler obeys.
+This module only decides: the scheduler carries it out.
 
 Invariants:
   1. While others wait for their first token, long prompts together have at most `threshold` tokens
-     of a step, and at most half of it. Only a span that can't be split may be longer.
-  2. While others run, at most `pause` steps in which they have work pass between two steps with
-     tokens of long prompts: as many for each `threshold` tokens. When the others have gone, who may
-     come again, long prompts have few tokens of a step at first, and then twice as many each time.
-  3. In such a step one long prompt comes before the other long ones. In turns, this is the first
-     in their order (`core.long_queue`), so that none starves, and the one with the fewest tokens
-     left.
-  4. A long prompt starts beside others only if it comes before them in their order, or has at most
-     half of the tokens that each of them has left. So few of them hold seats and blocks.
+     of a step, and at most half of it. Only an unsplittable span may exceed that.
+  2. While others run, long prompts rest after a step with their tokens: for `pause` steps with work
+     of others per `threshold` tokens, and at most `pause`. When the others have gone, but may come
+     again, long prompts have few tokens of a step at first, and then twice as many each time.
+  3. In such a step one long prompt comes before the other long ones. In turns, this is the first in
+     their order (`core.long_queue`), so that none starves, and the one with the fewest tokens left.
+  4. While long prompts run, another one starts only if it comes before them in their order, or has
+     at most half of the tokens that each of them has left. So few hold seats and blocks.
   5. A prompt that got nothing in its turn for lack of another resource keeps the turn.
-  6. Nothing is taken from a prompt for requests that are less urgent.
-  7. No long prompt takes a seat that was made free for another request. If the first one finds no
-     seat in its turn, the next seat is for it and for those that came before it. It takes that seat
-     at once, with one token of the step if it is not its turn.
+  6. No prompt gives way to requests that are less urgent.
+  7. No long prompt takes a seat that was freed for another request. If the first one finds no seat
+     in its turn, the next seat is for it and for those that came before it. It takes that seat at
+     once, with one token of the step if it is not its turn.
   8. Where these rules would leave a step empty, it is planned without them.
 """
 
@@ -46,17 +45,14 @@ class _Entry(NamedTuple):
 
 
 class LongPrompts:
-    """Decides how many tokens long prompts get in each step, and which of them comes first.
-
-    With a `threshold` of 0 no prompt is long. `pause` is a number of steps; with 0, long prompts
-    take part in every step, and have all of it when they are alone. A step has `max_num_tokens`.
-    """
+    """A planner of how many tokens long prompts get in each step, and which comes first."""
 
     def __init__(
         self, threshold: int, *, pause: int, max_num_tokens: int, shares: SeatShares
     ) -> None:
         self._shares = shares
-        self._threshold = threshold
+        self._threshold = threshold  # 0: no prompt is long
+        # Steps. 0: long prompts take part in every step, and have all of it when they are alone.
         self._pause = pause
         self._max_num_tokens = max_num_tokens
         self._running: dict[str, Request] = {}
@@ -80,7 +76,7 @@ class LongPrompts:
 
     def is_long(self, request: Request, num_cached_tokens: int) -> bool:
         """Return whether a request that starts with so many cached tokens has a long prompt."""
-        if not self._threshold or request.is_stream:  # the tokens of a stream come one by one
+        if not self._threshold or request.is_stream:  # the tokens of a stream arrive one by one
             return False
         return request.num_tokens - num_cached_tokens > self._threshold
 
@@ -95,10 +91,7 @@ class LongPrompts:
     # ---- planning a step, in the order of these methods
 
     def begin_step(self, running: Sequence[Request], waiting: WaitingQueue) -> None:
-        """Decide whether long prompts take part in a step, and with how many tokens.
-
-        `running` is in the order of service.
-        """
+        """Decide whether long prompts take part in a step, and with how many tokens."""
         self._running = {r.request_id: r for r in self._running.values() if _has_prompt_left(r)}
         self._has_room_made = self._chosen = self._keeper = None
         self._is_resting = self._has_refused = False
@@ -110,11 +103,11 @@ class LongPrompts:
             self._most_alone = self._least_alone
         if not ranks or self._is_lifted:
             return
-        # Nothing is taken from them for requests that are less urgent.
+        # They do not give way to requests that are less urgent.
         priority, _ = min(ranks)
         others = [r for r in (waiting.first_short,) if r is not None and r.rank[0] <= priority]
         has_newcomers = bool(others)
-        for request in running:
+        for request in running:  # in the order of service: those behind are less urgent
             if request.rank[0] > priority or has_newcomers:
                 break
             if request.request_id not in self._running:
@@ -129,10 +122,7 @@ class LongPrompts:
             self._num_spare = min(self._most_alone, self._max_num_tokens)
 
     def get_entitled(self, waiting: WaitingQueue) -> Request | None:
-        """Return the waiting long prompt for which others may have to make room, or `None`.
-
-        It is the one that would be chosen if there were a free seat.
-        """
+        """Return the waiting long prompt that would be chosen if it had a free seat, or `None`."""
         if self._is_lifted:
             return self._shares.get_next(waiting.long.firsts)
         if self._is_resting or not self._is_turn_of_first:
@@ -147,10 +137,7 @@ class LongPrompts:
         return found.request
 
     def choose(self, waiting: WaitingQueue, *, num_free_seats: int) -> None:
-        """Choose the long prompt that comes first in this step.
-
-        It is one of those that run, or one that waits and finds a free seat.
-        """
+        """Choose the long prompt that comes first: a running one, or one that finds a free seat."""
         if self._is_resting or self._is_lifted:
             return
         entries = self._list_entries(waiting)
@@ -214,7 +201,7 @@ class LongPrompts:
         return min(kept or entries, key=key, default=None)
 
     def _finds_seat(self, request: Request, waiting: WaitingQueue, num_free_seats: int) -> bool:
-        """Return whether there is a free seat for a waiting long prompt, and not for another."""
+        """Return whether a waiting long prompt finds a free seat that is not for another one."""
         is_entitled = self._shares.is_entitled(request)
         if is_entitled and request in (self._has_room_made, self._get_claimer(waiting.long)):
             return num_free_seats > 0
@@ -269,7 +256,7 @@ class LongPrompts:
 
     @property
     def is_limiting(self) -> bool:
-        """Whether these rules may have kept a long prompt from having tokens of this step."""
+        """Whether these rules may have denied a long prompt tokens of this step."""
         return (self._has_refused or self._is_resting) and not self._is_lifted
 
     def lift(self) -> None:
@@ -277,7 +264,7 @@ class LongPrompts:
         self._is_lifted = True
 
     def end_step(self, *, has_tokens: bool) -> None:
-        """Remember what matters for the next steps. `has_tokens` tells whether this one has any."""
+        """Remember what matters for the next steps, and whether this one `has_tokens` at all."""
         if self._num_computed:
             num_steps = -(-self._pause * self._num_computed // self._threshold)
             self._num_steps_to_rest = min(self._pause, self._num_steps_to_rest + num_steps)
@@ -298,7 +285,7 @@ def _get_num_left(request: Request) -> int:
 
 
 def _has_prompt_left(request: Request) -> bool:
-    return _get_num_left(request) > 1  # the last one is as a token of any answer
+    return _get_num_left(request) > 1  # the last one costs no more than a token of any answer
 
 
 def _get_order(entry: _Entry) -> tuple[int, ...]:
@@ -306,6 +293,6 @@ def _get_order(entry: _Entry) -> tuple[int, ...]:
 
 
 def _get_length(entry: _Entry) -> tuple[int, ...]:
-    """Return what orders the prompts by length: those that are more urgent come first."""
+    """Return a sort key by length, with the more urgent prompts first."""
     priority, *place = entry.order
     return priority, entry.num_left, *place

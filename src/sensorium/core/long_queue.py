@@ -2,11 +2,11 @@
 
 A client call may consist of many requests of the core. In the order of arrival alone, a prompt that
 comes after a call with a hundred of them would wait for all of these. So calls take turns: a long
-prompt counts as come when it came, or when the last one of its call started, if that was later.
-Between two of one call there is time for each call that waited before.
+prompt counts as arrived when it arrived, or when the last one of its call started, if that was
+later. So between two of one call, each call that waited before gets its turn.
 
 The place of a request does not change once it has started, not even if it is preempted. All changes
-take logarithmic time in the number of requests, but for the moving of pointers.
+are logarithmic in the number of requests, except for moving pointers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from operator import attrgetter
 from sensorium.core.request import Request
 
 _rank_of = attrgetter("rank")
-# The priority, the number of the request with which it counts as come, and a number that tells
-# apart those that count as come with the same one: it is 0 for that one.
+# The priority, the number of the request with which it counts as arrived, and a number to
+# distinguish those that count as arrived with the same one: 0 for that one itself.
 Order = tuple[int, int, int]
 _Key = tuple[int, ...]  # no two requests in one list have the same
 _Keyed = tuple[_Key, Request]
@@ -28,7 +28,7 @@ _Keyed = tuple[_Key, Request]
 
 @dataclass(slots=True)
 class _Call:
-    """The requests of a client call that wait, and what is known of it."""
+    """The waiting requests of a client call, and its place in the order."""
 
     by_rank: list[Request] = field(default_factory=list)
     by_length: list[_Keyed] = field(default_factory=list)
@@ -38,12 +38,12 @@ class _Call:
 
 
 class LongQueue:
-    """The waiting requests with long prompts."""
+    """A queue of the waiting requests with long prompts."""
 
     def __init__(self) -> None:
         self._by_rank: list[Request] = []
         self._lengths: dict[str, int] = {}  # request id -> tokens that were to be computed
-        self._calls: dict[str, _Call] = {}  # those of which some wait
+        self._calls: dict[str, _Call] = {}  # group -> its call, if some of its requests wait
         self._firsts: list[_Keyed] = []  # of each call, in their order
         self._shortest: list[_Keyed] = []  # of each call, in the order of lengths
         self._num_starts = 0
@@ -66,15 +66,15 @@ class LongQueue:
 
     @property
     def shortest(self) -> Iterator[Request]:
-        """The shortest one of each call: the most urgent ones first, and of these the shortest."""
+        """The shortest one of each call: the most urgent first, and of these the shortest."""
         return (request for _, request in self._shortest)
 
     def get_length(self, request: Request) -> int:
-        """Return how many tokens a waiting request had to compute when it came."""
+        """Return how many tokens a waiting request had to compute when it arrived."""
         return self._lengths[request.request_id]
 
     def get_order(self, request: Request) -> Order:
-        """Return the place of a request that waits or has started. The lowest is served first."""
+        """Return the place of a request that waits or has started; the lowest is served first."""
         if (order := self._started.get(request.request_id)) is not None:
             return order
         priority, arrival = request.rank
@@ -84,7 +84,6 @@ class LongQueue:
         return priority, *max((arrival, 0), call.last_start)
 
     def add(self, request: Request, num_tokens: int) -> None:
-        """Add a request with `num_tokens` to compute."""
         self._lengths[request.request_id] = num_tokens
         insort(self._by_rank, request, key=_rank_of)
         call = self._calls.setdefault(request.group, _Call())
@@ -94,7 +93,7 @@ class LongQueue:
         self._update(request.group)
 
     def remove(self, request: Request) -> None:
-        """Remove a request, which starts or has ended."""
+        """Remove a request that starts or has ended."""
         _remove(self._by_rank, request)
         call = self._calls[request.group]
         _remove(call.by_rank, request)
@@ -103,7 +102,7 @@ class LongQueue:
         self._update(request.group)
 
     def note_start(self, request: Request, last_arrival: int) -> None:
-        """Note that a request has started, after the one with this number had come."""
+        """Note that a request starts, when `last_arrival` is the number of the newest request."""
         self._started[request.request_id] = self.get_order(request)
         self._num_starts += 1
         if (call := self._calls.get(request.group)) is not None:
@@ -111,7 +110,6 @@ class LongQueue:
             self._update(request.group)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         self._started.pop(request_id, None)
 
     def _get_length_key(self, request: Request) -> _Key:

@@ -1,7 +1,7 @@
-"""Keeps the requests that have heard all of their sound so far, and wait for more of it.
+"""Keeps the requests with streaming audio that wait for more of it.
 
-Such a request is running, but no step has work for it. A sound may go on for hours. So what a
-request has passed for good is forgotten, and its cost does not depend on its age.
+Such a request is running, but no step has work for it. Audio may stream for hours. So tokens that
+no layer attends to any more are forgotten, and a request's cost does not depend on its age.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ from sensorium.types.errors import CapacityError
 
 
 class OpenStreams:
-    """The requests that wait for more of their sound, and the tokens that requests have forgotten.
-
-    `max_num_open` is the most requests with an open sound at a time.
-    """
+    """A record of the requests that wait for audio, and of the tokens that requests forgot."""
 
     def __init__(self, kv_cache: KVCacheManager, *, max_num_open: int) -> None:
         self._kv_cache = kv_cache
-        self._max_num_open = max_num_open
+        self._max_num_open = max_num_open  # requests with open audio at a time
         self._open: set[str] = set()  # the ids of all requests that have a seat set aside
         self._waiting: dict[str, Request] = {}
         self._dropped: list[tuple[str, int]] = []
-        # Whether others can't run before one of these goes on or ends.
+        # Whether others can't run before one of these continues or ends.
         self.hold_up_others = False
 
     def __len__(self) -> int:
@@ -34,13 +31,10 @@ class OpenStreams:
         return request_id in self._waiting
 
     def admit(self, request: Request, limits: Limits) -> None:
-        """Set a seat and blocks aside for a request with an open sound, until `forget`.
-
-        Raise a `CapacityError` if others have taken all that may be set aside.
-        """
+        """Set a seat and blocks aside until `forget`, or raise `CapacityError` if none may be."""
         if len(self._open) >= self._max_num_open:
             raise CapacityError(
-                f"{len(self._open)} sounds are being listened to, and more would leave no place "
+                f"{len(self._open)} audio streams are open, and more would leave no place "
                 "for other requests: try again later, or start the engine with a larger "
                 "max_num_seqs"
             )
@@ -48,24 +42,21 @@ class OpenStreams:
         self._open.add(request.request_id)
 
     def add(self, request: Request) -> None:
-        """Let a request wait for more of its sound."""
+        """Let a request wait for more of its audio."""
         self._waiting[request.request_id] = request
 
     def remove(self, request_id: str) -> bool:
-        """Let a request wait no longer, and return whether it has waited."""
+        """Let a request wait no longer, and return whether it waited."""
         self.hold_up_others = False
         return self._waiting.pop(request_id, None) is not None
 
     def forget(self, request_id: str) -> bool:
-        """Give back what a request had set aside, and return whether it has waited."""
+        """Give back what was set aside for a request, and return whether it waited."""
         self._open.discard(request_id)
         return self.remove(request_id)
 
     def note_step(self, *, is_idle: bool) -> None:
-        """Note whether nothing runs although a step was planned.
-
-        Then those that wait here have all seats or blocks that others need.
-        """
+        """Note whether others can't run because those that wait here hold all seats or blocks."""
         self.hold_up_others = is_idle and bool(self._waiting)
 
     def drop_passed(self, request: Request) -> None:

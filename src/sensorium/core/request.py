@@ -39,25 +39,16 @@ _MEDIA_ROOT = hashlib.sha256(_VERSION + b"media").digest()
 
 
 class RequestStatus(Enum):
-    """The state of a request, which goes from WAITING to RUNNING to FINISHED.
+    """The state of a request: WAITING, RUNNING, FINISHED, or WAITING again if it is preempted."""
 
-    A preemption takes a request from RUNNING back to WAITING. A new one may be HELD before it is
-    WAITING, while the engine looks for encoder outputs of its media.
-    """
-
-    HELD = auto()
+    HELD = auto()  # before WAITING, while the engine looks for encoder outputs of its media
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
 
 
 class Request:
-    """A request in the scheduler, with its tokens and how many of them are computed.
-
-    `rank` is its place in the order of service, and `spans` are the token ranges that must each be
-    computed in one step. `arrived` and all other times are in seconds of the scheduler's clock. If
-    the request has more than `long_after` tokens, the model computes it with other rotary factors.
-    """
+    """A request in the scheduler, with its tokens and how many of them are computed."""
 
     def __init__(
         self,
@@ -66,8 +57,8 @@ class Request:
         rank: Rank,
         block_size: int,
         spans: Spans = (),
-        arrived: float = 0.0,
-        long_after: int | None = None,
+        arrived: float = 0.0,  # in seconds of the scheduler's clock, as all times
+        long_after: int | None = None,  # as in `Limits`
     ) -> None:
         self.core_request = core_request
         self.request_id: str = core_request.request_id
@@ -83,7 +74,7 @@ class Request:
         self.num_computed_tokens = 0  # in the steps that have ended
         self.num_scheduled_tokens = 0  # also with the step that is under way
         self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
-        self.num_dropped = 0  # first tokens that `token_ids` has no more
+        self.num_dropped = 0  # first tokens that were removed from `token_ids`
         self._dropped: list[int] = []  # these tokens, of a request that can be computed again
         self._num_restored = 0  # first tokens that were dropped, and then were needed again
         self.num_preemptions = 0
@@ -102,9 +93,9 @@ class Request:
         has_scores = self.sampling_params.prompt_logprobs is not None
         self.num_scored_tokens: int | None = 0 if has_scores else None
         stream = core_request.stream
-        # The number of positions with a part of a sound that goes on; infinite without one.
+        # The number of positions with a part of streaming audio; infinite without such audio.
         self.num_received: float = math.inf if stream is None else stream.num_received
-        self.is_open = stream is not None and stream.is_open  # more of the sound may come
+        self.is_open = stream is not None and stream.is_open  # more audio may arrive
         self._num_items_counted = 0
         self._block_size = block_size
         self._long_after = long_after
@@ -124,12 +115,11 @@ class Request:
         return self.count_embeds(range(len(self.mm_features)))
 
     def count_embeds(self, mm_indices: Iterable[int]) -> int:
-        """Return how many embeddings some of the media items have together."""
         return sum(self.mm_features[i].mm_position.get_num_embeds() for i in mm_indices)
 
     @property
     def is_stream(self) -> bool:
-        """Whether the request takes a sound while it goes on."""
+        """Whether the request takes streaming audio."""
         return self.core_request.stream is not None
 
     @property
@@ -138,25 +128,25 @@ class Request:
 
     @property
     def num_ready_tokens(self) -> int:
-        """The number of tokens that can be computed: those with their part of the sound."""
+        """The number of tokens that can be computed: those with their part of the audio."""
         return int(min(len(self.token_ids) + self.num_due_tokens, self.num_received))
 
     @property
     def is_waiting_for_audio(self) -> bool:
-        """Whether all that was heard is computed, and the request waits for more of the sound."""
+        """Whether all audio received so far is computed, and the request waits for more."""
         is_idle = not self.num_due_tokens and self.num_computed_tokens >= self.num_received
         return self.is_open and is_idle
 
     @property
     def has_received_all(self) -> bool:
-        """Whether the sound has ended, and all tokens that it may have are known."""
+        """Whether the audio has ended, and all tokens that it may have are known."""
         is_over = not self.is_open and len(self.token_ids) >= self.num_received
         return is_over and not self.num_due_tokens
 
     def drop_tokens(self, count: int) -> None:
         """Forget the first tokens, which no layer attends to any more, and renumber the others."""
-        # The names of its blocks are never asked for: they would depend on the sound.
-        if self.mm_features:  # its whole sound is there, so it may be preempted
+        # The names of its blocks are never used: they would depend on the audio.
+        if self.mm_features:  # all of its audio is there, so it may be preempted
             self._dropped += self.token_ids[:count]
         del self.token_ids[:count]
         self.num_computed_tokens -= count
@@ -179,11 +169,10 @@ class Request:
         self.num_dropped += count
 
     def must_wait(self, max_model_len: int) -> bool:
-        """Return whether a request with a due token can't be in a step before the token is known.
+        """Return whether a request with a due token can't be in a step before the token is read.
 
-        That is the case if the sampler has to know the token, if it is the last one, or if the
-        request becomes long with it. Otherwise the worker passes the token on to the next step
-        before anyone has read it.
+        That is so if the sampler needs the token, if it is the last one, or if the request becomes
+        long with it. Otherwise the worker passes it on to the next step before the host reads it.
         """
         num_tokens = len(self.token_ids) + self.num_due_tokens
         return (
@@ -207,10 +196,7 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether the request has more than `long_after` tokens.
-
-        The model computes such a request with other rotary factors.
-        """
+        """Whether the model computes the request with the rotary factors for long ones."""
         return self._has_long(self.num_tokens)
 
     def _has_long(self, num_tokens: int) -> bool:
@@ -228,9 +214,8 @@ class Request:
     def max_cached_tokens(self) -> int:
         """The number of leading tokens that may be taken from the prefix cache.
 
-        The last token must always be computed, and so must every prompt token with a
-        log-probability that is still to be returned. Those of a stream depend on its sound, and are
-        never taken.
+        The last token is always computed, and so is each prompt token with a log-probability that
+        is still to be returned. The blocks of a stream depend on its audio, and are never taken.
         """
         if self.is_stream:
             return 0
@@ -241,44 +226,33 @@ class Request:
     def take_unscored(
         self, entries: tuple[TokenLogprobs, ...], start: int
     ) -> tuple[TokenLogprobs, ...]:
-        """Return the log-probabilities of prompt tokens that were not returned before.
-
-        `entries` are those that a step computed, for the positions from `start` on. After a
-        preemption some of them are computed for a second time; these are left out. The result is
-        empty if the client did not ask for log-probabilities of the prompt.
-        """
+        """Return a step's log-probabilities of prompt tokens that were not returned before."""
         if self.num_scored_tokens is None:
             return ()
+        # After a preemption some are computed for a second time.
         new = entries[max(0, self.num_scored_tokens - start) :]
         self.num_scored_tokens += len(new)
         return new
 
     def get_encoder_key(self, mm_index: int) -> str:
-        """Return the key of a media item's output in the encoder cache.
-
-        It is the hash of the item, with a suffix that keeps requests with different cache salts or
-        adapters apart.
-        """
+        """Return the key of an item in the encoder cache: its hash, then the salt and adapter."""
         return self.mm_features[mm_index].mm_hash + self._encoder_key_suffix
 
     def count_encoder_items(self, *, encoded: tuple[int, ...], shared: tuple[int, ...]) -> None:
-        """Record which media items of a step found their output in the encoder cache.
-
-        These are the indices in `shared`; the items in `encoded` are encoded in the step. Items
-        that were recorded before a preemption are not recorded again.
-        """
+        """Record which items of a step were found in the encoder cache (`shared`)."""
+        # Items that were recorded before a preemption are not recorded again.
         self.encoder_hits += [i for i in shared if i >= self._num_items_counted]
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
 
     def note_encoded(self, items: Iterable[EncoderInput], result: ModelRunnerOutput) -> None:
-        """Record how long a step took to encode media items, and which needed no encoder."""
+        """Record how long a step took to encode items, and which needed no encoder."""
         self.encode_s += result.encode_s
         if result.loaded_encodes:
             self._encoder_loads |= {i.mm_index for i in items if i.key in result.loaded_encodes}
 
     def make_output(
         self,
-        reason: FinishReason | None,
+        reason: FinishReason | None,  # None: it continues
         now: float,
         *,
         stop_token_id: int | None = None,
@@ -288,11 +262,7 @@ class Request:
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         speech: SpeechFindings | None = None,
     ) -> EngineCoreOutput:
-        """Return an output of this request, with the given tokens and log-probabilities.
-
-        `reason` is why it ends, or `None` if it goes on. `now` is the time, by the scheduler's
-        clock. What describes the whole request is left out if the output can't be the last one.
-        """
+        """Return an output, with what describes the whole request only if it may be the last."""
         # A stop string, which the frontend looks for, may make any output the last one.
         may_be_last = reason is not None or bool(self.sampling_params.stop)
         return EngineCoreOutput(
@@ -321,10 +291,7 @@ class Request:
         )
 
     def get_split_span(self, position: int) -> tuple[int, int] | None:
-        """Return the span that would be split if a step ended before `position`, or `None`.
-
-        A span is a token range, with an exclusive end, that must be computed in one step.
-        """
+        """Return the unsplittable span that a step ending before `position` splits, or `None`."""
         # The last span that begins before `position`.
         index = bisect_left(self.spans, (position,)) - 1
         if index >= 0 and position < self.spans[index][1]:
@@ -334,12 +301,11 @@ class Request:
     def get_stop(
         self, *, max_model_len: int, is_complete: bool = False
     ) -> tuple[FinishReason, int | None] | None:
-        """Return why the request ends after its newest token, or `None` if it goes on.
+        """Return why the request ends after its newest token, or `None` if it continues.
 
-        The second value of the pair is the id of the stop token if one of the client's
-        `stop_token_ids` ended the request, else `None`. `is_complete` means that the request's
-        grammar allows no further token; then the request ends in spite of `min_tokens` and
-        `ignore_eos`. Stop strings are not checked here but in the frontend.
+        The second value is the stop token if one of the client's `stop_token_ids` ended it. With
+        `is_complete` the grammar allows no further token, and the request ends in spite of
+        `min_tokens` and `ignore_eos`. The frontend checks stop strings.
         """
         params = self.sampling_params
         token_id = self.token_ids[-1]
@@ -373,21 +339,14 @@ class Request:
         return hash_root(request.lora_id, request.cache_salt, is_long=self.is_long)
 
     def block_hash(self, index: int) -> bytes:
-        """Return the name of the KV cache block at `index`, which must be full.
-
-        A name is a hash of everything that the block's keys and values depend on. Each name is
-        computed once.
-        """
+        """Return the name of the full KV cache block at `index`, which is computed once."""
         while len(self._block_hashes) <= index:
             self._block_hashes.append(self._make_block_hash(len(self._block_hashes)))
         return self._block_hashes[index]
 
     def media_block_hash(self, index: int) -> bytes:
-        """Return the name of a block with the keys and values of the request's media.
-
-        They depend on the media alone. The number of positions is part of the name, because the
-        last block may not be full.
-        """
+        """Return the name of a block for cross-attention, which depends on the media alone."""
+        # The number of positions is part of the name, because the last block may not be full.
         if self._media_hash is None:
             keys = [(self.get_encoder_key(i), 0) for i in range(len(self.mm_features))]
             self._media_hash = hash_block(_MEDIA_ROOT, (self.num_cross_positions,), keys)
@@ -404,14 +363,11 @@ class Request:
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Counters of what a scheduler has done for its requests since its start.
-
-    Each completion that a client asks for is a request of its own here. The tokens of a prompt are
-    counted with its first completion only.
-    """
+    """Counters of what a scheduler has done for its requests since its start."""
 
     num_scheduled_tokens: int = 0
-    # Tokens of prompts are counted when the first token after them was sampled.
+    # Each completion that a client asks for is a request of its own here. Tokens of a prompt are
+    # counted with its first completion only, when the first token after them was sampled.
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
@@ -436,7 +392,7 @@ class SchedulerCounters:
 
 
 def _is_token_read(request: EngineCoreRequest) -> bool:
-    """Return whether the host has to know each token before it can tell which may come next."""
+    """Return whether the host has to read each token to decide which may come next."""
     params, speech = request.sampling_params, request.sampling_params.speech
     return (
         params.has_penalties
@@ -447,12 +403,9 @@ def _is_token_read(request: EngineCoreRequest) -> bool:
 
 
 def hash_root(lora_id: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:
-    """Return the hash that the chain of a request's KV cache block names begins with.
+    """Return the hash with which the chain of a request's KV cache block names begins.
 
-    The name of a block is a hash of its contents and of the name before it. Requests with different
-    adapters or cache salts get different hashes here, and so share no blocks. `is_long` means that
-    the request has more than `Limits.long_after` tokens; such requests share no blocks with shorter
-    ones.
+    Requests with different adapters or cache salts share no blocks, nor do long and shorter ones.
     """
     variant = b"long" if is_long else b""
     return hashlib.sha256(_VERSION + _framed(lora_id) + _framed(cache_salt) + variant).digest()
@@ -463,8 +416,7 @@ def hash_block(
 ) -> bytes:
     """Return the name of a KV cache block, a hash of its tokens and of all blocks before it.
 
-    `parent` is the name of the block before it. `mm_items` has a pair for each media item that
-    overlaps the block: its `mm_hash`, and its offset relative to the start of the block.
+    `mm_items` has the `mm_hash` of each item that overlaps the block, and its offset in the block.
     """
     digest = hashlib.sha256(parent)
     digest.update(struct.pack("<q", len(token_ids)))

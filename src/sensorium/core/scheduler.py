@@ -8,17 +8,17 @@ Invariants:
   3. A request that was given work in a step is not preempted in that step.
   4. Requests are served in order, with four exceptions. Tokens are reserved for a media span that
      did not fit into the last step. Requests of a client call beyond its share are passed over, and
-     so are those that are held. Long prompts let others go first (`core.long_prompts`).
+     so are those that are held. Long prompts let others pass (`core.long_prompts`).
   5. The first running request is never preempted: all behind it can be preempted for it.
-  6. A step is empty only if there are no requests but held ones, or if all others wait for the step
-     under way.
+  6. A step is empty only if all requests are held, wait for audio or for a request that does, or
+     wait for the step under way.
   7. A step encodes at most one media item beyond the encoder budget. Later steps make up for it:
-     they encode nothing, while there is something else to do.
+     they encode nothing while there is something else to do.
   8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
   9. A step may be planned while the one before it is under way; a request may be in both. The
      worker computes one after the other, so the next step may get blocks that are still in use.
- 10. The results of a request that has ended, or was started anew, are dropped.
- 11. A live request is never preempted: its sound is gone, so a seat and blocks are set aside.
+ 10. The results of a request that has ended, or was started again, are dropped.
+ 11. A live request is never preempted: its audio is gone, so a seat and blocks are set aside.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ _FIRST = -(2**62)  # before all priorities
 
 
 class Scheduler:
-    """A scheduler that holds the waiting and running requests and plans each step of the model.
-
-    `policy` is "fcfs" (first come, first served) or "priority" (lower values first, then fcfs).
-    """
+    """A scheduler that holds all requests, and plans each step of the model."""
 
     def __init__(
         self,
@@ -62,7 +59,7 @@ class Scheduler:
         *,
         kv_cache: KVCacheManager,
         encoder_cache: EncoderCacheManager,
-        policy: str = "fcfs",
+        policy: str = "fcfs",  # or "priority": lower values first, then first come, first served
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -114,7 +111,7 @@ class Scheduler:
         )
         if request.is_open:
             self.open_streams.admit(request, self.limits)
-        self.open_streams.hold_up_others = False  # it may be another's turn
+        self.open_streams.hold_up_others = False  # the new request may be able to run
         self._num_arrivals += 1
         self.requests[request.request_id] = request
         if request.num_received:
@@ -134,12 +131,9 @@ class Scheduler:
     def append_audio(
         self, request_id: str, num_positions: int, *, is_last: bool = False
     ) -> EngineCoreOutput | None:
-        """Let a request go on with as many positions more of its sound.
-
-        Return its last output if it ends with this. An unknown request is ignored.
-        """
+        """Let a request continue with more of its audio, and return its last output if it ends."""
         if (request := self.requests.get(request_id)) is None or not request.is_open:
-            return None
+            return None  # it has ended, or has all of its audio
         request.num_received += num_positions
         request.is_open = not is_last
         if request.has_received_all:
@@ -158,10 +152,7 @@ class Scheduler:
         return self._finish(self.requests[request_id]) if request_id in self.requests else None
 
     def get_missing_items(self, request_id: str) -> Sequence[int]:
-        """Return the media items of a waiting request for which an encoder would have to run.
-
-        The encoder cache does not have them, nor does the KV cache have their keys and values.
-        """
+        """Return the media items of a waiting request for which an encoder would have to run."""
         request = self.requests[request_id]
         if not request.mm_features or request.is_stream:
             return ()
@@ -169,32 +160,29 @@ class Scheduler:
         return () if hit.has_media else self._planner.get_missing_items(request, hit.num_tokens)
 
     def hold(self, request_id: str) -> None:
-        """Let a waiting request be passed over until `release`, or until it is aborted."""
+        """Pass over a waiting request until `release`, or until it is aborted."""
         request = self.requests[request_id]
         self.waiting.remove(request)
         request.status = RequestStatus.HELD
         self.held[request_id] = request
 
     def release(self, request_id: str) -> None:
-        """Let a request wait for its turn that was held. Its place is that of its arrival."""
+        """Let a held request wait for its turn, in the order of its arrival."""
         request = self.held.pop(request_id)
         request.status = RequestStatus.WAITING
-        self.open_streams.hold_up_others = False  # it may be this one's turn
+        self.open_streams.hold_up_others = False  # this one may be able to run
         self._enqueue(request)
 
     @property
     def has_requests(self) -> bool:
-        """Whether a step has something to do: not all listen, are held, or wait for listeners."""
+        """Whether a step has something to do: not all are held, or wait for more audio."""
         num_idle = len(self.open_streams) + len(self.held)
         return len(self.requests) > num_idle and not self.open_streams.hold_up_others
 
     # ---- deciding a step
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step, and return the plan for the worker.
-
-        Prefill and decode are not separate phases: one step may compute tokens of both.
-        """
+        """Plan the next step. Prefill and decode are not phases: it may have tokens of both."""
         step = self._fill_step()
         while not step.scheduled and (
             step.is_short_of_blocks
@@ -236,7 +224,7 @@ class Scheduler:
         return step
 
     def _make_room_for_others(self) -> None:
-        """Preempt requests of a client call that runs too many of them while other calls wait."""
+        """Preempt requests of a client call that holds more than its share while others wait."""
         # This comes first because a request that has work in a step is not preempted in it.
         if not self.waiting:
             return
@@ -305,7 +293,7 @@ class Scheduler:
             return False
         hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
         if self._long_prompts.is_long(request, hit.num_tokens) and request not in self.waiting.long:
-            # What was cached when it came has been evicted. It waits among the long ones.
+            # What was cached when it arrived has been evicted. It waits among the long ones.
             self.waiting.remove(request)
             self.waiting.long.add(request, request.num_tokens - hit.num_tokens)
             return True
@@ -439,8 +427,8 @@ class Scheduler:
         """End all requests of a step that failed in the worker, and return their last outputs.
 
         It is unknown how far the worker came. So the next plan lists again what to drop, and also
-        the encoder outputs that this step was to compute. The step after this one may be planned
-        already: what it uses is not listed.
+        the encoder outputs of this step. It omits what the step after it, which may be planned
+        already, uses.
         """
         failed = [self._get_scheduled(scheduled) for scheduled in output.scheduled]
         # The worker may not have renumbered the tokens of these.
@@ -462,10 +450,8 @@ class Scheduler:
         return outputs
 
     def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
-        """Return the request of an entry in a plan, or `None` if it has ended or begun anew.
-
-        If the request was preempted after the plan was made, it is returned.
-        """
+        """Return the request of an entry in a plan, or `None` if it ended or started again."""
+        # One that was preempted since has the same run until it starts again.
         request = self.requests.get(scheduled.request_id)
         return request if request is not None and request.run == scheduled.run else None
 
@@ -479,10 +465,8 @@ class Scheduler:
     def _fail_requests(
         self, output: SchedulerOutput, result: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """End the requests that failed in a step, and return their last outputs.
-
-        A request fails if one of its media items can't be encoded, or if it has no usable result.
-        """
+        """End the requests that failed in a step, and return their last outputs."""
+        # A request fails if an item of its media can't be encoded, or if it has no usable result.
         errors: dict[str, RequestError] = {}  # request id -> the first reason
         for key, reason in result.failed_encodes.items():
             for request_id in sorted(self.encoder_cache.discard(key)):
@@ -498,14 +482,11 @@ class Scheduler:
         ]
 
     def _advance(self, request: Request, scheduled: ScheduledRequest, *, is_late: bool) -> None:
-        """Record which tokens of a request the step has computed.
-
-        If `is_late` (no next token could be chosen yet), the last token is computed again later.
-        """
+        """Record which tokens of a request the step has computed."""
         start = scheduled.num_computed_tokens
         end = start + scheduled.num_new_tokens
         request.num_due_tokens -= scheduled.is_sampled
-        if is_late:
+        if is_late:  # no next token could be chosen yet: the last token is computed again later
             span = request.get_split_span(end - 1)
             end = max(start, end - 1 if span is None else span[0])
             request.num_scheduled_tokens = end

@@ -1,12 +1,10 @@
 """Limits what a client call with many requests gets: half of the seats, a quarter of a step.
 
-A seat is a place for a running request; there are `max_num_seqs`. A client call may consist of many
-requests of the core: its prompts times their completions.
-
-While requests of other calls wait, one call holds at most half of all seats. Alone it may hold all
-of them, and gives the surplus back when others come. Larger steps take longer for all running
-requests: while others run, at most a quarter of all seats decode for one call in a step, in turns.
-Nothing is taken from a call for others that are less urgent. This module only decides: the
+A client call may consist of many requests of the core, its prompts times their completions, which
+have the same `group`. While requests of other calls wait, one call holds at most half of all seats.
+Alone it may hold all of them, and gives the surplus back when others come. Larger steps take longer
+for all running requests: while others run, at most a quarter of all seats decode for one call in a
+step, in turns. No call gives way to others that are less urgent. This module only decides: the
 scheduler preempts and starts requests.
 
 Invariants:
@@ -28,11 +26,7 @@ from sensorium.core.request import Request
 
 
 class SeatShares:
-    """A record of how many seats each client call holds, and the rules that limit its share.
-
-    A seat is one of the `max_num_seqs` places for running requests. A client call may consist of
-    many requests, which have the same `group`.
-    """
+    """A record of how many seats each client call holds, and the rules that limit its share."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._share = max(1, max_num_seqs // 2)
@@ -41,14 +35,14 @@ class SeatShares:
         self._largest: str | None = None  # the group that holds more than its share
 
     def take(self, request: Request) -> None:
-        """Record that a request has started to run, and so holds a seat."""
+        """Record that a request has started to run."""
         group = request.group
         self._num_held[group] += 1
         if self._num_held[group] > self._share:
             self._largest = group
 
     def release(self, request: Request) -> None:
-        """Record that a request has stopped running, and so gives its seat back."""
+        """Record that a request has stopped running."""
         group = request.group
         self._num_held[group] -= 1
         if group == self._largest and self._num_held[group] <= self._share:
@@ -59,9 +53,9 @@ class SeatShares:
     def get_next(self, waiting: Iterable[Request]) -> Request | None:
         """Return the waiting request that is to start next, or `None` if none waits.
 
-        Among the requests with the priority of the first one, this is the first one of a client
-        call that holds less than its share of the seats. If there is none, it is the first waiting
-        request. The search takes time in proportion to the waiting requests that it passes over.
+        Among the most urgent ones, this is the first of a call that holds less than its share, or
+        else the first of all. The time is proportional to the waiting requests that are passed
+        over.
         """
         first = None
         for request in waiting:
@@ -94,11 +88,10 @@ class SeatShares:
     ) -> list[Request]:
         """Return the running requests that must give up their seats to other client calls.
 
-        They are the latest requests of the client call that holds more than its share of the seats:
-        one for each waiting request of another call that is entitled to a seat and finds none.
-        `num_free` is the number of free seats. It is 0 if the next waiting request could not start
-        for lack of memory.
+        They are the latest ones of the call that holds more than its share: one for each waiting
+        request of another call that is entitled to a seat and finds none.
         """
+        # `num_free` seats are free: 0 if the next waiting request lacks memory to start.
         if self._largest is None:
             return []
         num_over = self._num_held[self._largest] - self._share
@@ -112,10 +105,8 @@ class SeatShares:
     def get_resting(self, running: Sequence[Request]) -> set[str]:
         """Return the ids of the running requests that must sit out the next step.
 
-        A client call may decode at most a quarter of `max_num_seqs` requests in a step while
-        requests of others that are at least as urgent run too. Its requests with the fewest tokens
-        take part, so that all of them advance at the same rate. Requests that still compute their
-        prompt never sit out.
+        The requests of a call with the fewest tokens take part, so that all advance at the same
+        rate. Requests that still compute their prompt never sit out.
         """
         if len(self._num_held) < 2:
             return set()
@@ -136,5 +127,5 @@ class SeatShares:
 
 
 def _get_urgency(request: Request) -> int:
-    """Return the priority of a request, where a lower value is more urgent."""
+    """Return the priority of a request; a lower value is more urgent."""
     return request.rank[0]

@@ -1,7 +1,7 @@
-"""Keeps the requests that wait for their turn, in the order of service, and long prompts apart.
+"""Keeps the waiting requests in the order of service, with the long prompts in a separate queue.
 
-Only keeps: `core.long_prompts` decides which long prompt may start. A request is found and removed
-by its rank, which no other request has.
+Only keeps: `core.long_prompts` decides which long prompt may start. All changes are logarithmic in
+the number of requests, except for moving pointers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ _rank_of = attrgetter("rank")
 
 
 class WaitingQueue:
-    """The waiting requests in the order of service.
-
-    All changes take logarithmic time in the number of requests, but for the moving of pointers.
-    """
+    """A queue of the waiting requests, which finds and removes them by their unique ranks."""
 
     def __init__(self) -> None:
         self._short: list[Request] = []

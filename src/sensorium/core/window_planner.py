@@ -41,11 +41,7 @@ class Shortage(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """A record of what a step of the scheduler has used and decided while it is being planned.
-
-    It has the tokens and encoder embeddings that are used up, the requests with work in the step,
-    and the tokens that are reserved for one request.
-    """
+    """A record of what a step of the scheduler uses and decides while it is planned."""
 
     max_num_tokens: int
     reserved_for: str | None = None  # the request that tokens are reserved for, if any
@@ -69,7 +65,6 @@ class Step:
         return max(0, self.max_num_tokens - self.num_tokens - self.num_reserved_tokens)
 
     def add_started(self, request: Request) -> None:
-        """Record that a request starts in this step."""
         self.started.append(
             StartedRequest(
                 request=request.core_request,
@@ -108,7 +103,7 @@ class Step:
         dropped_tokens: tuple[tuple[str, int], ...],
         freed_encoder_keys: tuple[str, ...],
     ) -> SchedulerOutput:
-        """Return the plan of this step for the worker, which also drops what is given here."""
+        """Return the plan of this step for the worker, with what it has to drop."""
         return SchedulerOutput(
             scheduled=tuple(self.scheduled.values()),
             started=tuple(self.started),
@@ -121,16 +116,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """The tokens of a request that a step may compute, and what to do with their media items.
-
-    The tokens (the window) go from `start` to `end`, exclusive. The tuples hold the indices of the
-    media items that the window needs encoder outputs of. An empty window has no items. `shortage`
-    is the reason why the window is shorter than the rest of the request.
-    """
+    """The tokens [start, end) of a request that a step may compute, and their media items."""
 
     start: int
     end: int
-    shortage: Shortage
+    shortage: Shortage  # why the window is shorter than the rest of the request
+    # Indices of the media items with encoder outputs that the window needs; none if it is empty.
     to_encode: tuple[int, ...] = ()  # items that this window encodes
     to_share: tuple[int, ...] = ()  # items with an encoder output in the cache
     duplicates: tuple[int, ...] = ()  # items equal to one that this window encodes
@@ -141,22 +132,16 @@ class WindowPlan:
 
 
 class Carryover:
-    """What a step leaves to the next ones: a media span that did not fit, and encoders that rest.
-
-    The encoders rest after a step that encoded more than its budget.
-    """
+    """What a step leaves to the next: a media span that did not fit, and encoders that rest."""
 
     def __init__(self) -> None:
-        # The request with a media span that did not fit into the last step, and its tokens.
+        # The request with a media span that did not fit into the last step, and its size in tokens.
         self._deferred: tuple[str, int] | None = None
         # Embeddings that were encoded beyond the budgets of the steps so far.
         self._encoder_debt = 0
 
     def begin(self, limits: Limits, can_go_on: Callable[[str], bool]) -> Step:
-        """Return a new step, in which tokens are reserved for the span that did not fit.
-
-        `can_go_on` tells whether a request runs or can start.
-        """
+        """Return a new step, in which tokens are reserved for the span that did not fit."""
         step = Step(
             max_num_tokens=limits.max_num_batched_tokens,
             is_encoder_resting=self._encoder_debt > 0,
@@ -182,11 +167,7 @@ class Carryover:
 
 
 class WindowPlanner:
-    """A planner that decides which tokens of a request the next step may compute.
-
-    It respects the token budget, the space in the encoder cache and the compute budget of the
-    encoders, and changes none of them.
-    """
+    """A planner of windows that respect the token budget, encoder cache and encoder budget."""
 
     def __init__(self, limits: Limits, encoder_cache: EncoderCacheManager) -> None:
         self._limits = limits
@@ -195,11 +176,10 @@ class WindowPlanner:
     def get_plan(self, request: Request, start: int, step: Step, most: int) -> WindowPlan:
         """Return a plan for the tokens of a request from `start` on that fit into a step.
 
-        It has at most `most` tokens, or else one unsplittable span. The plan is empty, with the
-        reason in `shortage`, if none of them fit.
+        It has at most `most` tokens, or else one unsplittable span, and is empty if none fit.
         """
         # A request that dropped tokens and is computed again has more of them than the model takes
-        # at once. They are dropped again before it goes on.
+        # at once. They are dropped again before it continues.
         ready = min(request.num_ready_tokens, self._limits.max_model_len)
         last = min(ready, start + step.num_tokens_left)
         end = min(last, start + most)
@@ -223,7 +203,7 @@ class WindowPlanner:
         )
 
     def get_missing_items(self, request: Request, start: int) -> list[int]:
-        """Return the media items that tokens from `start` on need, and the cache does not have."""
+        """Return the media items that tokens from `start` on need and the cache does not have."""
         features, is_outside_prompt = request.mm_features, self._limits.is_encoder_decoder
         end = request.num_prompt_tokens
         first, last = get_mm_features_in_window(
@@ -233,10 +213,9 @@ class WindowPlanner:
         return [i for i in range(first, last) if request.get_encoder_key(i) not in cache]
 
     def _get_end_outside_span(self, request: Request, start: int, end: int, last: float) -> int:
-        """Return `end`, moved so that it does not split a media span that needs a single step.
+        """Return `end`, moved to the start of the unsplittable span that it would split.
 
-        It moves to the start of the span. If the window would be empty then, it moves to the end of
-        the span instead, if that is not beyond `last`.
+        If the window would be empty then, it moves to the span's end, if not beyond `last`.
         """
         span = request.get_split_span(end)
         if span is None:
@@ -251,15 +230,14 @@ class WindowPlanner:
     ) -> int:
         """Return `end`, or the start of the first media item that can't be encoded in this step.
 
-        The media items before it are added to `room`, which keeps the balance of encoder space and
-        compute. An encoder-decoder model needs all items at once: if one does not fit, `start` is
-        returned.
+        The items before it are added to `room`. An encoder-decoder model needs all items at once:
+        if one does not fit, `start` is returned.
         """
         limits = self._limits
         has_media = request.has_media or start > 0  # this matters for encoder-decoder models only
         if not request.mm_features or (limits.is_encoder_decoder and has_media):
             return end
-        if request.is_stream:  # its sound is encoded while it goes on, and never cached
+        if request.is_stream:  # its audio is encoded while it streams, and never cached
             return end
         lo, hi = get_mm_features_in_window(
             request.mm_features, start, end, is_encoder_decoder=limits.is_encoder_decoder
@@ -283,17 +261,14 @@ class WindowPlanner:
 
 
 class _EncoderRoom:
-    """A running balance of encoder cache space and encoder compute while a window is planned.
-
-    Nothing is taken from the cache itself. `to_encode`, `to_share` and `duplicates` collect the
-    indices of the media items that fit, as in `WindowPlan`.
-    """
+    """A running balance of encoder cache space and compute while a window is planned."""
 
     def __init__(self, cache: EncoderCacheManager, limits: Limits, step: Step) -> None:
+        # Indices of the media items that fit, as in `WindowPlan`.
         self.to_encode: list[int] = []
         self.to_share: list[int] = []
         self.duplicates: list[int] = []
-        self.shortage = Shortage.NONE
+        self.shortage = Shortage.NONE  # why the last item did not fit
         self._cache = cache
         self._step = step
         self._max_num_embeds = limits.max_num_encoder_embeds
@@ -305,11 +280,7 @@ class _EncoderRoom:
         self._shared: set[str] = set()
 
     def take(self, key: str, mm_index: int, num_embeds: int) -> bool:
-        """Add a media item to the plan if its encoder output fits into this step.
-
-        `key` is the key of the output in the encoder cache. Return whether it fits; if not,
-        `shortage` is the reason.
-        """
+        """Plan a media item if its encoder output fits into this step; return whether it does."""
         if key in self._encoded:
             self.duplicates.append(mm_index)
             return True
@@ -331,9 +302,7 @@ class _EncoderRoom:
     def _get_num_reclaimed(self, key: str, num_embeds: int, *, is_held: bool) -> int:
         """Return how many reclaimable embeddings of the encoder cache a media item takes up.
 
-        An item that is not in the cache (`is_held` is false) takes its own size. An entry that
-        could have been evicted takes its size too, because the item keeps it from being evicted.
-        Any other entry takes nothing.
+        An entry that could be evicted counts in full, because the item keeps it in the cache.
         """
         if not is_held:
             return num_embeds

@@ -1,9 +1,9 @@
 """Expands the embedded model into a folder of the user's cache, and finds it there.
 
 The packed folder in the package has the small files of a checkpoint unchanged, its tensors in
-safetensors files, and `manifest.json` with the SHA-256 of all its files and of all files of the
-expanded checkpoint. A tensor `NAME` of int8 has a companion `NAME.int8_scale` in float32, which has
-one factor for each entry of the tensor's first dimension. All other tensors are unchanged.
+safetensors files, and `manifest.json`. A tensor `NAME` of int8 has a companion `NAME.int8_scale` in
+float32, which has one factor for each entry of the tensor's first dimension. All other tensors are
+unchanged.
 
 Invariants:
   1. A folder that is returned was compared with the manifest, byte for byte.
@@ -53,10 +53,8 @@ _ALIGNMENT = 8  # the header's length is a multiple of it, as in the safetensors
 def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
     """Return the folder of the embedded model as a standard checkpoint, and create it if needed.
 
-    `packed` is the folder of this package in which the model is stored in its packed form. The
-    checkpoint is created in the user's cache folder or, if that folder can't be written to, in a
-    temporary folder that only this user can access. Raises a `ModelError` if neither can be used,
-    or if the disk is full.
+    It is in the user's cache folder or, if that can't be written to, in a temporary folder that
+    only this user can access. Raise `ModelError` if neither can be used, or if the disk is full.
     """
     manifest = read_manifest(packed)
     cache = _get_cache_folder()
@@ -78,11 +76,10 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
 
 
 def _get_cache_folder() -> Path:
-    """Return the folder in which Sensorium may keep files of this user.
+    """Return the folder for files of this user: `SENSORIUM_CACHE_DIR`, or one in the XDG cache.
 
-    It is `SENSORIUM_CACHE_DIR` if that is set, else `sensorium` in `XDG_CACHE_HOME` or in
-    `~/.cache`. The path is not absolute if it begins with the user's home folder and that can't be
-    found, for example for a user without an account.
+    The path is not absolute if it begins with the user's home folder and that can't be found, for
+    example for a user without an account.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
@@ -97,8 +94,8 @@ def _get_private_folder() -> Path:
     """Return a temporary folder that only this user can access, and create it if needed.
 
     All processes of the user share the folder, so its name is fixed, and another user may have
-    created a folder of that name. Raises a `ModelError` if the folder can't be created, belongs to
-    another user, or can be accessed by others.
+    created it. Raise `ModelError` if it can't be created, belongs to another user, or can be
+    accessed by others.
     """
     folder = Path(tempfile.gettempdir()) / f"sensorium-{os.getuid()}"
     try:
@@ -113,10 +110,9 @@ def _get_private_folder() -> Path:
 
 
 def _find_below(cache: Path, packed: Path, manifest: Manifest) -> Path:
-    """Return the folder of the expanded model inside a cache folder, and create it if needed.
+    """Return the expanded model's folder in a cache folder, created anew if it is damaged.
 
-    A folder that exists is created anew if its files do not match the manifest. Raises a
-    `ModelError` if the disk is full, and an `OSError` if the cache folder can't be used.
+    Raise `ModelError` if the disk is full, and `OSError` if the cache folder can't be used.
     """
     target = cache / f"{EMBEDDED_MODEL}-{manifest.digest[:16]}"
     if is_whole(target, manifest.expanded):
@@ -139,8 +135,7 @@ def _find_below(cache: Path, packed: Path, manifest: Manifest) -> Path:
 def _make(target: Path, packed: Path, manifest: Manifest) -> None:
     """Create the folder of the expanded model at `target`, and remove what exists there.
 
-    What exists there is damaged, or was left by a process that was killed. The files are written to
-    another folder, which gets the name `target` when it is complete.
+    What exists there is damaged, or was left by a process that was killed.
     """
     part = target.with_name(f".{target.name}.part")
     for leftover in (part, target):
@@ -159,10 +154,10 @@ def _make(target: Path, packed: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` during the block, and wait for the lock if needed.
+    """Hold an exclusive lock on the file `path`, created if needed, inside a `with`.
 
-    The file is created if it does not exist. The system releases the lock when the process ends in
-    any way. Raises an `OSError` if `path` is a symbolic link.
+    The system releases the lock when the process ends in any way. Raise `OSError` if `path` is a
+    symbolic link.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -173,11 +168,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The SHA-256 checksums of the files of a model, in its packed and in its expanded form.
-
-    The packed form is what the package contains. The expanded form is the standard checkpoint that
-    is made from it. `manifest.json` in the packed folder has these checksums in hexadecimal.
-    """
+    """The SHA-256 checksums of the files of a model, in its packed and in its expanded form."""
 
     packed: dict[str, str]  # file name -> SHA-256
     expanded: dict[str, str]  # file name -> SHA-256
@@ -186,8 +177,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Return a SHA-256 of the names and checksums of all files of the expanded checkpoint.
 
-        The name of the checkpoint's folder in the cache contains a part of it, so that two versions
-        of the model never share a folder.
+        A part of it is in the name of the cached folder, so that two versions never share one.
         """
         lines = "".join(f"{name} {value}\n" for name, value in sorted(self.expanded.items()))
         return hashlib.sha256(lines.encode()).hexdigest()
@@ -209,9 +199,8 @@ def read_manifest(packed: Path) -> Manifest:
 def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
     """Return whether a folder contains exactly the given files, each with its SHA-256.
 
-    `digests` maps the name of each file to its SHA-256. The result is False if a file is missing,
-    is damaged or can't be read, or if the folder contains anything else, because that might be read
-    as a part of the checkpoint.
+    The result is False if a file can't be read, or if the folder contains anything else, because
+    that might be read as a part of the checkpoint.
     """
     try:
         paths = list(folder.iterdir())
@@ -226,8 +215,8 @@ def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
 def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
     """Write the expanded checkpoint of a packed model into an empty folder that exists.
 
-    Raises a `ModelError` if a packed file or a file that was written does not match the manifest.
-    An `OSError` is always about the destination, for example a full disk.
+    Raise `ModelError` if a packed file or a file that was written does not match the manifest. An
+    `OSError` is always about the destination, for example a full disk.
     """
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, digest in manifest.packed.items():
@@ -247,11 +236,7 @@ def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
 
 
 def write_weights(tensors: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
-    """Write packed tensors to one safetensors file, with 8-bit tensors expanded to float32.
-
-    A tensor `NAME` with a companion `NAME.int8_scale` is multiplied by the factors in it. The
-    companion is not written. All other tensors are written unchanged.
-    """
+    """Write packed tensors to one safetensors file, with 8-bit tensors expanded to float32."""
     names = sorted(name for name in tensors if not name.endswith(SCALE_SUFFIX))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -277,20 +262,14 @@ def write_weights(tensors: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
 def _scale(
     integers: npt.NDArray[np.int8], scale: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Return 8-bit integers as float32, with each row multiplied by its factor in `scale`.
-
-    A row is one entry of the first dimension.
-    """
+    """Return 8-bit integers as float32, with each entry of the first dimension times its factor."""
     rows = integers.reshape(len(scale), -1).astype("<f4")
     rows *= scale[:, None]
     return rows.reshape(integers.shape)
 
 
 def _read(path: Path, digest: str) -> bytes:
-    """Return the content of a packed file after its SHA-256 was compared with `digest`.
-
-    Raises a `ModelError` if the file can't be read or its SHA-256 is another one.
-    """
+    """Return the content of a packed file; raise `ModelError` if its SHA-256 is not `digest`."""
     try:
         content = path.read_bytes()
     except OSError as error:

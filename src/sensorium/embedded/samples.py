@@ -1,4 +1,4 @@
-"""Lists the sample pictures, sounds and video of the package, with questions about them."""
+"""Lists the sample pictures, audio and video of the package, with questions about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MEDIA_TYPES = {".png": "image/png", ".flac": "audio/flac", ".mp4": "video/mp4"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleMedia:
-    """A picture, a sound or a video that comes with the package for demonstrations."""
+    """A picture, an audio file or a video that comes with the package for demonstrations."""
 
     path: Path
 
@@ -26,14 +26,11 @@ class SampleMedia:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoSample:
-    """A demonstration of the model: media files of the package, and two questions about them.
-
-    `files` are names in `MEDIA_FOLDER`. An empty question means that one of the sounds asks it.
-    """
+    """A demonstration of the model: media files of the package, and two questions about them."""
 
     title: str
-    files: tuple[str, ...]
-    questions: tuple[str, str]  # an empty question is spoken in one of the sounds
+    files: tuple[str, ...]  # names in `MEDIA_FOLDER`
+    questions: tuple[str, str]  # an empty question is spoken in one of the audio files
 
     @property
     def media(self) -> tuple[SampleMedia, ...]:

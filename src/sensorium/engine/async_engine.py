@@ -51,9 +51,8 @@ _FLUSH_S = 1.0  # how long an idle core may keep items that this frontend has ev
 class _Reader:
     """A caller that waits for the result of one request.
 
-    The engine sets `is_changed` to wake the caller. New deltas (the parts of a streamed answer)
-    stay in the driver until the caller takes them, so for a slow caller the text is kept once and
-    not as a queue of deltas.
+    New deltas stay in the driver until the caller takes them, so that for a slow caller the text is
+    kept once and not as a queue of deltas.
     """
 
     def __init__(self) -> None:
@@ -70,21 +69,17 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """The number of requests that a frontend is preparing, and the number that it has started.
-
-    A frontend is a process that serves clients. Requests that have ended are not counted.
-    """
+    """The numbers of a frontend's requests that have not ended."""
 
     num_preparing: int  # requests that are not sent to the core yet
     num_running: int
 
 
 class AsyncEngine:
-    """An engine for one frontend (a process that serves clients), which sends requests to the core.
+    """The engine of one frontend, which sends requests to the core.
 
-    The core is the process that computes. `identity` names this frontend to the core and must be
-    unique among all frontends that the core ever has. `chat_template` is the text of a chat
-    template to use instead of the model's own.
+    `identity` names this frontend to the core and must be unique among all frontends that the core
+    ever has. `chat_template` is a text that replaces the model's own template.
     """
 
     def __init__(
@@ -105,7 +100,7 @@ class AsyncEngine:
         self.renderer = Renderer(inputs, chat_template=chat_template)
         self._preparation = Preparation(self.renderer)
         self.tokenizer = inputs.processor.tokenizer
-        is_outside_prompt = inputs.processor.beside is not None
+        is_outside_prompt = inputs.processor.outside_audio is not None
         self._driver = RequestDriver(
             self.tokenizer, self._sender, is_outside_prompt=is_outside_prompt
         )
@@ -131,10 +126,7 @@ class AsyncEngine:
 
     @property
     def switched_off(self) -> dict[str, str]:
-        """Return the modalities that the model supports but this server refuses.
-
-        Each modality is mapped to the reason.
-        """
+        """Return the modalities of the model that this server refuses, each with the reason."""
         return self._inputs.switched_off.reasons
 
     @property
@@ -144,15 +136,10 @@ class AsyncEngine:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end a sequence of this model."""
         return self._inputs.defaults.eos_token_ids
 
     async def connect(self, info: CoreInfo) -> None:
-        """Connect to a core (the process that computes), which may replace an earlier one.
-
-        If another core is still connected, its requests fail first. `info` describes the core,
-        including the address to connect to.
-        """
+        """Connect to a core. The requests of an earlier one that is still connected fail first."""
         self.disconnect("the engine was replaced by a new one: send the request again")
         self._take_info(info)
         self._client = CoreClient(
@@ -171,8 +158,8 @@ class AsyncEngine:
     async def rehearse(self, dummies: Sequence[Dummy]) -> None:
         """Let the core compute dummy requests, so that the first requests find the model warm.
 
-        They leave no trace, here or in the core. A modality whose dummy fails in the model is
-        switched off. Nothing more is computed if the core is lost. Raise a `ModelError` if not even
+        They leave no trace, here or in the core. A modality is switched off if its dummy fails in
+        the model. Nothing more is computed if the core is lost. Raise a `ModelError` if not even
         text can be computed.
         """
         started, subjects = time.monotonic(), []
@@ -196,10 +183,7 @@ class AsyncEngine:
             logger.info("Model warmup completed in %.3fs (%s)", elapsed_s, ", ".join(subjects))
 
     def run_alone(self, info: CoreInfo) -> None:
-        """Use this frontend without a core: requests can be rendered, but never run.
-
-        `info` has the context length and the sampling defaults that a core would have sent.
-        """
+        """Render requests without a core; `info` has what a core would have sent."""
         self._take_info(info)
         self._is_alone = True
 
@@ -210,11 +194,7 @@ class AsyncEngine:
         self._inputs.switched_off.take_core(info.restrictions)
 
     def disconnect(self, reason: str) -> None:
-        """Close the connection to the core, and fail all requests with an `EngineLostError`.
-
-        `reason` is the text of that error. If no core is connected, nothing happens to the
-        requests.
-        """
+        """Disconnect the core, if any, and fail its requests with an `EngineLostError`."""
         client, self._client = self._client, None
         self.is_stalled = False  # the next core may make progress
         if client is None:
@@ -243,8 +223,8 @@ class AsyncEngine:
     ) -> RequestOutput:
         """Run one request, and return its whole output under the caller's `request_id`.
 
-        `group` is that of `stream`. If the caller's task is cancelled, the request is aborted. A
-        request that fails raises its error.
+        `group` is that of `stream`. If the caller's task is cancelled, the request is aborted.
+        Raise the request's error if it fails.
         """
         async with self._run(prompt, params, is_streamed=False, group=group) as (_, reader):
             await reader.wait()
@@ -261,13 +241,13 @@ class AsyncEngine:
         group: str | None = None,
         may_repeat: bool = False,  # noqa: ARG002
     ) -> AsyncGenerator[RequestDelta, None]:
-        """Run one request, and yield its answer piece by piece; the last delta has `final` set.
+        """Run one request, and yield its answer in deltas; the last one has `final` set.
 
-        Each delta holds everything that was generated since the caller took the previous one.
-        `group` is an id that is shared by all prompts of one client request; None means that the
-        prompt is alone. Closing the generator aborts the request. A request that fails raises its
-        error. With `may_repeat` the caller has passed nothing on, and the answer may begin anew; an
-        engine with one core never does that.
+        A delta has everything that was generated since the caller took the previous one. `group` is
+        an id that all prompts of one client request share; None means that there is only one.
+        Closing the generator aborts the request. Raise the request's error if it fails. With
+        `may_repeat` the caller has passed nothing on, and the answer may begin anew; an engine with
+        one core never does that.
         """
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             async for delta in self._read_deltas(core_id, reader, request_id):
@@ -276,7 +256,7 @@ class AsyncEngine:
     async def _read_deltas(
         self, core_id: str, reader: _Reader, request_id: str
     ) -> AsyncIterator[RequestDelta]:
-        """Yield the deltas of a request that runs, until its last one. Raise its error."""
+        """Yield the deltas of a running request until its last one, or raise its error."""
         while True:
             await reader.wait()
             delta = reader.last or self._driver.outputs.take_delta(core_id)
@@ -291,9 +271,9 @@ class AsyncEngine:
     async def open_audio(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
     ) -> AudioRequest:
-        """Start a request that takes a sound while it goes on, when the core has accepted it.
+        """Start a request for streaming audio, and return it when the core has accepted it.
 
-        `delay_ms` is how far the text is behind the sound. The caller has to close the request.
+        The text is `delay_ms` behind the audio. The caller has to close the request.
         """
         self._get_client()
         core_id = f"{self._identity}.{next(self._ids)}"
@@ -301,7 +281,7 @@ class AsyncEngine:
         delivery = self._driver.start(prepared, is_streamed=True)
         reader = self._readers[core_id] = _Reader()
         try:
-            # The core must know the request before its sound comes.
+            # The core must have the request before its audio arrives.
             await self._carry_out(core_id, delivery)
             if reader.error is not None:
                 raise reader.error
@@ -316,7 +296,7 @@ class AsyncEngine:
         )
 
     def _append_audio(self, core_id: str, features: torch.Tensor | None, is_last: bool) -> None:
-        """Send more of a sound to the core. It is dropped if its request has ended."""
+        """Send more features to the core, unless the request has ended."""
         if self._client is not None and self._driver.outputs.has_request(core_id):
             array = None if features is None else features.numpy()
             self._client.append_audio(core_id, array, is_last=is_last)
@@ -330,11 +310,10 @@ class AsyncEngine:
         request_id: str,
         needs_tensors: bool = True,
     ) -> AsyncIterator[ProcessedRequest]:
-        """Turn a prompt into a request without running it, and yield the request.
+        """Turn a prompt into a request without running it, and yield it until the block ends.
 
-        The request's media items are released at the end of the block. Neither the core nor the
-        media cache that it shares with this frontend is used. With `needs_tensors` false, media
-        items may come without their processed tensors.
+        Then its media items are released. Neither the core nor the media cache that it shares with
+        this frontend is used. Without `needs_tensors`, items may come without processed tensors.
         """
         prepared = await self._preparation.prepare(
             request_id, prompt, params, skip_mm_cache=True, needs_tensors=needs_tensors
@@ -347,18 +326,15 @@ class AsyncEngine:
     async def process_media(
         self, modality: str, begin: BeginProcessing[T], *, drop: Callable[[T], None]
     ) -> T:
-        """Run work on media without a prompt, and return its result.
-
-        `Preparation.perceive` explains the arguments. The cache that the core mirrors is not used.
-        """
+        """Run work on media without a prompt, as `Preparation.process_media` does."""
         return await self._preparation.process_media(modality, begin, drop=drop)
 
     async def reset_cache(self, level: str) -> None:
         """Empty one cache, here and in the core, and wait until the core has done so.
 
         `level` is "mm" (processed media), "encoder" (outputs of the encoders) or "prefix" (KV
-        blocks of earlier prompts). A frontend without a core empties only its own media caches. If
-        a core is expected but not connected, an `EngineLostError` is raised.
+        blocks of earlier prompts). A frontend without a core empties only its own media caches.
+        Raise an `EngineLostError` if a core is expected but not connected.
         """
         if level == "mm":
             self._sender.clear_cache()
@@ -375,10 +351,9 @@ class AsyncEngine:
     async def _run(
         self, prompt: AnyPrompt, params: SamplingParams, *, is_streamed: bool, group: str | None
     ) -> AsyncIterator[tuple[str, _Reader]]:
-        """Start a request, and yield the id that it has in the core and its `_Reader`.
+        """Start a request, yield its id in the core and its `_Reader`, and abort it at the end.
 
-        The request is aborted at the end of the block. If the core refuses the request, the error
-        is put into the reader instead of being raised here.
+        If the core refuses the request, the reader has the error, and none is raised here.
         """
         self._get_client()
         request_id = f"{self._identity}.{next(self._ids)}"
@@ -401,10 +376,7 @@ class AsyncEngine:
             self._abort(request_id)
 
     async def _carry_out(self, request_id: str, delivery: Delivery) -> None:
-        """Perform all steps of a delivery, which is a generator that sends a request to the core.
-
-        If a step raises an error, the request fails with that error.
-        """
+        """Perform all steps of a delivery. If one raises an error, the request fails with it."""
         try:
             with closing(delivery):
                 step = advance(delivery)
@@ -417,11 +389,6 @@ class AsyncEngine:
             self._fail(request_id, error)
 
     async def _perform(self, step: Step) -> object:
-        """Perform one step of sending a request to the core, and return the step's result.
-
-        The step either processes a media item again, and its result is the new item, or it sends
-        one completion, and its result is the core's answer.
-        """
         if isinstance(step, ProcessAgain):
             return await self._preparation.process_again(step.item)
         return await self._get_client().add(step.request, step.make_transfer)
@@ -442,10 +409,7 @@ class AsyncEngine:
                 self._readers[request_id].is_changed.set()
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """End a request with an error for its caller, and abort its completions in the core.
-
-        The caller still gets the delta that was waiting for it, before the error.
-        """
+        """Fail a request: its caller gets the delta that was waiting, and then the error."""
         reader = self._readers.get(request_id)
         if reader is not None:
             reader.last, reader.error = self._driver.outputs.take_delta(request_id), error
@@ -471,9 +435,9 @@ class AsyncEngine:
         return self._client
 
     def _forget_own_media(self) -> None:
-        """Empty this frontend's own media caches, because another frontend has reset the cache.
+        """Empty this frontend's media caches after another frontend has reset the cache.
 
-        A cache in shared memory is not emptied. The core emptied it before it sent the message, so
+        A cache in shared memory is not emptied: the core emptied it before it sent the message, so
         all of its items were added since then.
         """
         if self._caches.store is None:
@@ -481,7 +445,7 @@ class AsyncEngine:
         self._caches.readonly.clear_cache()
 
     async def _flush_evictions(self, sender: MirrorSender) -> None:
-        """Send pending cache evictions to the core once a second, until this task is cancelled.
+        """Send pending evictions to the core once a second, until this task is cancelled.
 
         Evictions usually travel with requests. Without this task an idle frontend would never send
         them, and the core would keep the evicted media in memory.

@@ -1,4 +1,4 @@
-"""A request that takes a sound while it goes on, as the caller of an engine sees it."""
+"""A request for streaming audio, for the caller of an engine."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 
 
 class SendFeatures(Protocol):
-    """A function that sends features of a sound to the core, if there are any."""
+    """A function that sends features to the core, if there are any."""
 
     def __call__(self, features: torch.Tensor | None, is_last: bool) -> None: ...
 
 
 class AudioRequest:
-    """A request that gets its sound part by part, and returns its text meanwhile.
-
-    It belongs to one event loop. Its sound is sent as features, and only those that are new.
-    """
+    """A request that takes audio part by part and returns text meanwhile, on one event loop."""
 
     def __init__(
         self,
@@ -35,13 +32,13 @@ class AudioRequest:
         abort: Callable[[], None],
     ) -> None:
         self._stream = stream
-        self.send = send  # sends features that were computed elsewhere, too
+        self.send = send  # also sends features that were computed elsewhere
         self._abort = abort
         self._is_ended = False
         self.deltas = deltas  # of the text; the last one has `final` set
 
     def append(self, samples: Samples) -> int:
-        """Add samples of the sound, and return for how many positions there are new features."""
+        """Add samples, and return for how many positions there are new features."""
         features = self._stream.append(samples)
         if features is None:
             return 0
@@ -49,7 +46,7 @@ class AudioRequest:
         return self._stream.count_positions(features)
 
     def end(self) -> int:
-        """End the sound. The text of its end follows. Return the number of its last positions."""
+        """End the audio, and return the number of its last positions. The last text follows."""
         if self._is_ended:
             return 0
         self._is_ended = True
@@ -58,5 +55,5 @@ class AudioRequest:
         return 0 if features is None else self._stream.count_positions(features)
 
     def close(self) -> None:
-        """Forget the request. If it has not ended, it is aborted."""
+        """Forget the request, and abort it if it has not ended."""
         self._abort()

@@ -6,12 +6,12 @@ never sends anything and never waits. It returns what has to be done: completion
 abort, outputs for callers, and deliveries.
 
 A `Delivery` is a generator that sends completions to the core. It yields one step after the other.
-The engine performs each step and sends the answer back into the generator: `LLM` at once,
+The engine performs each step and sends its result back into the generator: `LLM` at once,
 `AsyncEngine` in a task.
 
 The core may lack an item that the frontend expects it to have, because it was restarted or lost the
 item. It answers with the missing hashes, and a delivery sends the request again: with tensors that
-the frontend still has, or with an item that was perceived again. A caller notices a slower answer
+the frontend still has, or with an item that was processed again. A caller notices a slower answer
 and no error, unless the caller itself left out the media.
 
 Invariants:
@@ -45,12 +45,11 @@ _MAX_ATTEMPTS = 4  # how often one completion is sent before a core that keeps l
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A step of a delivery, in which the engine sends one completion of a request to the core.
+    """A step that sends one completion of a request to the core.
 
-    A delivery is a generator that yields steps, and waits for the result of each. The result of
-    this step is `None` if the core accepted the completion. It is a `MissingItems` if the core
-    lacks media items and did not accept it. Then the engine must call `handle_missing` of the
-    sender cache before it sends the result into the generator.
+    Its result is `None` if the core accepted the completion, and a `MissingItems` if the core lacks
+    media items and did not. Then the engine must call `handle_missing` of the sender cache before
+    it resumes the delivery.
     """
 
     request: EngineCoreRequest
@@ -59,14 +58,9 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class ProcessAgain:
-    """A step of a delivery, in which the engine processes a media item again.
+    """A step that processes a media item again; its result is the new item."""
 
-    A delivery is a generator that yields steps, and waits for the result of each. The result of
-    this step is the newly processed item. The step is needed if the core has lost the item's
-    tensors and the frontend no longer has them either.
-    """
-
-    item: CachedItem
+    item: CachedItem  # neither the core nor the frontend has its tensors
 
 
 Step = Send | ProcessAgain
@@ -75,11 +69,7 @@ _BEGIN: Any = None  # what a delivery yields before its first step; `_begin` tak
 
 
 def advance(delivery: Delivery, answer: object = None) -> Step | None:
-    """Resume a delivery, and return its next step, or `None` if the delivery has ended.
-
-    A delivery is a generator of the steps that send a request to the core. `answer` is the result
-    of its previous step; for the first step it is `None`.
-    """
+    """Resume a delivery with its last step's result; return its next step, `None` at the end."""
     try:
         return delivery.send(answer)
     except StopIteration:
@@ -88,11 +78,7 @@ def advance(delivery: Delivery, answer: object = None) -> Step | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A list of what the engine must do after the core's outputs were processed.
-
-    It has the outputs of requests that ended, the ids of completions that the core must abort, and
-    deliveries, which are generators of the steps that send further completions to the core.
-    """
+    """The things that the engine must do after the core's outputs were processed."""
 
     finished: Sequence[RequestOutput]  # requests that ended and are not streamed
     stopped_ids: Sequence[str]  # completions that the core must abort
@@ -101,12 +87,7 @@ class Progress:
 
 
 class RequestDriver:
-    """The state of all requests of one frontend, from their start to their end. Not thread-safe.
-
-    The driver does no I/O. Its methods return what the engine has to send to the core, to abort
-    there, and to return to callers. `is_outside_prompt` is true for models that attend to media
-    outside their prompt.
-    """
+    """The state of all requests of one frontend, from their start to their end. Not thread-safe."""
 
     def __init__(
         self, tokenizer: Any, sender: SenderCache, *, is_outside_prompt: bool = False
@@ -122,9 +103,8 @@ class RequestDriver:
     ) -> Delivery:
         """Register a request, and return a delivery that sends its first completion to the core.
 
-        A delivery is a generator of steps that the engine performs; see `advance`. `group` is an id
-        that is shared by all prompts of one client request; None means that the prompt is alone. If
-        the request can't be registered, its media items are released and the error is raised.
+        `group` is that of `AsyncEngine.stream`. If the request can't be registered, its media items
+        are released and the error is raised.
         """
         processed = prepared.processed
         request, items = replace(processed.request, group=group), processed.items
@@ -149,22 +129,14 @@ class RequestDriver:
         return Progress(finished=finished, stopped_ids=stopped, deliveries=deliveries)
 
     def fail(self, request_id: str, error: SensoriumError) -> Progress:
-        """Fail a request because one of its completions could not be sent to the core.
-
-        The returned `Progress` has the failed output, unless the request is streamed, and the
-        completions that the core must abort.
-        """
+        """Fail a request because one of its completions could not be sent to the core."""
         self.parallel_sampling.drop(self.outputs.get_child_ids((request_id,)))
         reason = error if isinstance(error, RequestError) else RequestError(str(error))
         finished, stopped = self.outputs.fail(request_id, reason)
         return Progress(finished=finished, stopped_ids=stopped)
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
-        """Forget requests that ended, failed or are no longer wanted.
-
-        Returns the core's ids of their completions, which the caller must abort in the core.
-        Unknown ids are ignored.
-        """
+        """Forget requests that exist, and return the ids of completions to abort in the core."""
         request_ids = tuple(request_ids)
         child_ids = self.outputs.get_child_ids(request_ids)
         self.parallel_sampling.drop(child_ids)
@@ -172,11 +144,7 @@ class RequestDriver:
         return child_ids
 
     def release(self, items: Sequence[CachedItem]) -> None:
-        """Release the cache handles of media items that a request no longer needs.
-
-        A handle keeps its item in the cache. The cache may evict an item when all of its handles
-        are released.
-        """
+        """Release the cache handles of media items that a request no longer needs."""
         _release(self._sender, items)
 
     def _deliver(
@@ -188,12 +156,11 @@ class RequestDriver:
         *,
         is_kept: bool = False,
     ) -> Delivery:
-        """Yield the steps that send some completions of a request to the core.
+        """Yield the steps that send these completions of a request to the core.
 
-        `children` are the completions, as requests for the core. `stages` has times in seconds, and
-        is given only for the first completion; then the driver also records how each media item was
-        sent. At the end the media items are released, unless `is_kept`: then completions that start
-        later need them.
+        `stages` (in seconds) is given for the first completion only; then the driver also records
+        how each media item was sent. At the end the media items are released, unless `is_kept`:
+        then completions that start later need them.
         """
         try:
             yield _BEGIN
@@ -210,7 +177,7 @@ class RequestDriver:
         items: Sequence[CachedItem],
         stages: ItemTimes | None,
     ) -> Delivery:
-        current = list(items)  # items are replaced in it if they are perceived again
+        current = list(items)  # items are replaced in it if they are processed again
         try:
             for _ in range(_MAX_ATTEMPTS):
                 if not self.outputs.has_request(request_id):
@@ -244,10 +211,10 @@ class RequestDriver:
     def _replace_lost(
         self, current: list[CachedItem], items: Sequence[CachedItem], lost: frozenset[str]
     ) -> Delivery:
-        """Yield steps that process lost media items again, unless this frontend has their tensors.
+        """Yield steps that process lost items again, unless this frontend has their tensors.
 
-        The new items replace the old ones in `current`. `items` are the request's original items,
-        which are not released here. `lost` has the hashes of the items that the core lacks.
+        The new items replace the old ones in `current`. The request's original `items` are not
+        released here.
         """
         for index, item in enumerate(current):
             if item.handle.mm_hash in lost and item.handle.kwargs is None:
@@ -259,9 +226,8 @@ class RequestDriver:
 def _begin(delivery: Delivery) -> Delivery:
     """Advance a new delivery to the point right before its first step, and return it.
 
-    A delivery is a generator that releases media items at its end. Python runs the `finally` block
-    of a generator only if the generator has begun, so closing one that has not begun would release
-    nothing.
+    Python runs the `finally` block of a generator only if the generator has begun, so closing one
+    that has not begun would release nothing.
     """
     next(delivery)
     return delivery
@@ -274,11 +240,7 @@ def _release(sender: SenderCache, items: Sequence[CachedItem]) -> None:
 def _make_reports(
     items: Sequence[CachedItem], sent: Sequence[CachedItem], transfer: Transfer
 ) -> tuple[MediaItemReport, ...]:
-    """Return one report for each media item: whether it was a cache hit, and how it was sent.
-
-    `items` are the items as they were at first, and `sent` those that were sent in the end. Both
-    have the same order.
-    """
+    """Return one report per item: whether it was a hit at first, and how it was sent in the end."""
     return tuple(
         MediaItemReport(
             modality=item.handle.modality,

@@ -14,10 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_failure(error: Exception, name: str) -> RequestError:
-    """Return the error with which one entry of a call fails. A bug is logged.
-
-    `name` is the name of the entry in the log, such as "prompt 3".
-    """
+    """Return the error with which one entry, such as "prompt 3", fails. A bug is logged."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, CapacityError):
@@ -29,7 +26,7 @@ def make_failure(error: Exception, name: str) -> RequestError:
 def raise_first_error(results: Sequence[RequestOutput | Transcript], name: str) -> None:
     """Raise the error of the first result that has one, with all results as its `outputs`.
 
-    If there are several results, `name` and the index of the first are put in front of its path.
+    If there are several results, `name` and the index are put in front of the error's path.
     """
     for index, result in enumerate(results):
         if result.error is not None:

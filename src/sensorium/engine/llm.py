@@ -55,8 +55,8 @@ class LLM:
     `help(LLM.__init__)` and docs/options.md explain each of them. Models from the hub are kept in
     the hub's own cache. With `HF_HUB_OFFLINE=1` nothing is downloaded.
 
-    `close` ends the processes and threads that process media, and so does leaving a `with LLM(...)
-    as llm` block.
+    `close`, or leaving a `with LLM(...) as llm` block, ends the processes and threads that process
+    media.
     """
 
     _is_closed = False
@@ -93,7 +93,7 @@ class LLM:
         self._driver = RequestDriver(
             frontend.processor.tokenizer,
             self.media_parts.caches.sender,
-            is_outside_prompt=frontend.processor.beside is not None,
+            is_outside_prompt=frontend.processor.outside_audio is not None,
         )
 
     def close(self) -> None:
@@ -126,11 +126,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or several, in batches, and return outputs in the prompts' order.
 
-        `sampling_params` is one value for all prompts or one for each of them. If a prompt can't be
-        served, the other prompts are finished all the same. Then the `RequestError` of the first
-        failed prompt is raised, with the outputs of all prompts in `error.outputs`. With
-        `return_errors` nothing is raised: the output of a failed prompt has the error in its
-        `error` field.
+        `sampling_params` is one value for all prompts or one for each. If a prompt can't be served,
+        the others are finished all the same. Then the `RequestError` of the first failed prompt is
+        raised, with the outputs of all prompts in `error.outputs`. With `return_errors` nothing is
+        raised: the output of a failed prompt has the error in its `error` field.
         """
         return self._generate(as_prompts(prompts), sampling_params, use_tqdm, return_errors)
 
@@ -153,8 +152,8 @@ class LLM:
         `sensorium.engine.inputs.renderer.ChatKwargs`. Errors are handled as in `generate`.
         """
         chats = make_chats(messages, options)
-        if not can_chat(self.input_processor.processor.beside):
-            raise RequestError("this model only writes down speech: use `LLM.transcribe`")
+        if not can_chat(self.input_processor.processor.outside_audio):
+            raise RequestError("this model only transcribes speech: use `LLM.transcribe`")
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
 
     def stream(
@@ -162,9 +161,8 @@ class LLM:
     ) -> Generator[RequestDelta, None, None]:
         """Yield the answer to one prompt while it is generated; the last delta has `final` set.
 
-        Nothing is computed before the first `next`, so an error in the prompt is raised there and
-        not by this call. A request that fails later raises its `RequestError`. Closing the iterator
-        aborts the request.
+        Nothing is computed before the first `next`, so an error in the prompt is raised there. A
+        request that fails later raises its `RequestError`. Closing the iterator aborts the request.
         """
         self._check_open()
         (params,) = as_params(sampling_params, 1)
@@ -189,10 +187,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[ChatKwargs],
     ) -> Generator[RequestDelta, None, None]:
-        """Yield the answer to one conversation, as `stream` does; `options` are those of `chat`.
-
-        Raises a `RequestError` if `messages` contains several conversations.
-        """
+        """Yield the answer to one conversation, as `stream` does; `options` are those of `chat`."""
         chats = make_chats(messages, options)
         if len(chats) != 1:
             raise RequestError(f"only one conversation can be streamed, not {len(chats)}")
@@ -206,31 +201,31 @@ class LLM:
         return_errors: bool = False,
         **options: Unpack[TranscribeKwargs],
     ) -> list[Transcript]:
-        """Write down what is said in one sound or in a list of sounds, and return the transcripts.
+        """Transcribe one audio item or a list of them, and return the transcripts.
 
-        A sound is the path of a file, an address, the bytes of a file, or a pair of samples and
-        their rate. It may have any length. The sounds of one call are computed together. `options`
+        An item is the path of a file, an address, the bytes of a file, or a pair of samples and
+        their rate. It may have any length. The items of one call are computed together. `options`
         are those of `sensorium.speech.options.SpeechOptions`. Errors are handled as in `generate`.
         """
         with closing(self.stream_transcripts(audios, **options)) as deltas:
             results = finish_transcripts(deltas, use_tqdm=use_tqdm)
         if not return_errors:
-            raise_first_error(results, "sounds")
+            raise_first_error(results, "audios")
         return results
 
     def stream_transcripts(
         self, audios: Any, **options: Unpack[TranscribeKwargs]
     ) -> Generator[TranscriptDelta, None, None]:
-        """Yield the parts of the transcripts of one sound or a list of sounds when they are final.
+        """Yield the parts of the transcripts of one audio item or a list when they are final.
 
-        Sounds and options are those of `transcribe`. The last delta of each sound has its whole
-        transcript as `final`; if the sound failed, that has an `error`, and the others go on. Raise
-        a `RequestError` at once if the model can't transcribe, or not with these options. Closing
-        the generator aborts the transcripts that have not ended.
+        The arguments are those of `transcribe`. The last delta of each item has its whole
+        transcript as `final`; if the item failed, that has an `error`, and the others continue.
+        Raise a `RequestError` at once if the model can't transcribe, or not with these options.
+        Closing the generator aborts the transcripts that have not ended.
         """
         self._check_open()
         if self._speech is None:
-            raise RequestError("this model does not transcribe sounds")
+            raise RequestError("this model does not transcribe audio")
         batch = TranscriptBatch(
             self._speech,
             self.media_parts.readonly,
@@ -278,11 +273,7 @@ class LLM:
         *,
         cancelled: Future[None] | None = None,
     ) -> Callable[[], Prepared]:
-        """Return a function that turns a prompt into a request; any thread may call it.
-
-        The request's id and seed are chosen now, and not when the function is called. `cancelled`
-        is a future that ends when the request is no longer wanted.
-        """
+        """Return a function that turns a prompt into a request; any thread may call it."""
         # Ids and seeds are given out now, in the order of the prompts.
         request_id, seed = f"request-{next(self._ids)}", self.input_processor.draw_seed()
 
@@ -296,10 +287,7 @@ class LLM:
         )
 
     def _start(self, prepared: Prepared, *, is_streamed: bool = False) -> str:
-        """Start a request that was prepared, and return its id.
-
-        If the core refuses the request, the error is raised and nothing of the request is kept.
-        """
+        """Start a prepared request and return its id. If the core refuses it, nothing is kept."""
         request_id = prepared.processed.request.request_id
         try:
             self._carry_out(self._driver.start(prepared, is_streamed=is_streamed))
@@ -315,11 +303,6 @@ class LLM:
                 step = advance(delivery, self._perform(step))
 
     def _perform(self, step: Step) -> object:
-        """Perform one step of giving a request to the core, and return the step's result.
-
-        The step either processes a media item again, and its result is the new item, or it gives
-        one completion to the core, and its result is the core's answer.
-        """
         if isinstance(step, ProcessAgain):
             return self.media_parts.pipeline.process_again(step.item)
         missing = self.core.add_request(step.request, step.make_transfer())
@@ -328,10 +311,7 @@ class LLM:
         return missing
 
     def _step(self) -> list[RequestOutput]:
-        """Compute one step of the engine, and return the outputs of requests that it finished.
-
-        Outputs of streamed requests are not among them.
-        """
+        """Compute one step, and return the outputs of requests that ended and are not streamed."""
         self.core.wait()
         progress = self._driver.process(self.core.step())
         self.core.abort_requests(progress.stopped_ids)
@@ -346,20 +326,14 @@ class LLM:
         return finished
 
     def _step_streams(self, request_ids: Collection[str]) -> None:
-        """Compute one step of the engine for streamed requests.
-
-        Raise a `RequestError` if the core has none of them, because no step would end them.
-        """
+        """Compute one step, or raise a `RequestError` if the core has none of these requests."""
         child_ids = self._driver.outputs.get_child_ids(request_ids)
         if not any(child_id in self.core.scheduler.requests for child_id in child_ids):
             raise RequestError("the request was ended by an interruption, such as Ctrl-C")
         self._step()
 
     def _finish_streams(self, request_ids: Collection[str]) -> list[RequestOutput]:
-        """Return the outputs of those of these streamed requests that have ended.
-
-        If none has, one step of the engine is computed.
-        """
+        """Return the outputs of the streamed requests that ended; compute a step if none has."""
         outputs = self._driver.outputs
         finished = outputs.take_finals(request_ids)
         if not finished:
@@ -391,9 +365,9 @@ class _Preparing:
 class _Batch:
     """All prompts of one call of `LLM.generate` or `LLM.chat`, with their outputs.
 
-    Only some prompts are started at a time, so that media is not processed long before it is
-    needed. If media is processed in a pool of processes, an equal number of threads prepares
-    prompts while the engine computes. Otherwise each prompt is prepared right before it is started.
+    Only some are started at a time, so that media is not processed long before it is needed. If
+    media is processed in a pool of processes, an equal number of threads prepares prompts while the
+    engine computes. Otherwise each prompt is prepared right before it is started.
     """
 
     def __init__(
@@ -411,10 +385,7 @@ class _Batch:
         self._cancelled: Future[None] = Future()
 
     def finish(self, bar: tqdm[Any]) -> list[RequestOutput]:
-        """Run all prompts to their end, and return their outputs in the order of the prompts.
-
-        `bar` is advanced by one for each prompt that is finished.
-        """
+        """Run all prompts to their end, and return their outputs in the order of the prompts."""
         num_tokens = 0
         while self._todo or self._preparing or self._index_of:
             self._start_some(bar)
@@ -438,10 +409,7 @@ class _Batch:
                 bar.update()
 
     def _start(self, entry: _Preparing) -> RequestError | None:
-        """Start the request of a prepared prompt, and return `None`, or the error if that fails.
-
-        This waits until the prompt is prepared.
-        """
+        """Wait until a prompt is prepared, and start it; return the error if that fails."""
         try:
             entry.future.exception()  # waits; an interruption here leaves the entry in the queue
             self._preparing.popleft()
@@ -458,10 +426,7 @@ class _Batch:
             self._preparing.append(_Preparing(index, prompt, future))
 
     def close(self) -> None:
-        """Stop preparing prompts, and abort all requests except those that are streamed.
-
-        If all prompts have ended, there is nothing to abort. Streams of the same `LLM` continue.
-        """
+        """Stop preparing prompts, and abort all requests except those that are streamed."""
         self._cancelled.set_result(None)
         if self._executor is not None:
             self._executor.shutdown(cancel_futures=True)

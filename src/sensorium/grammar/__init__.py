@@ -1,4 +1,1 @@
-"""Compiles the grammars of `types.structured`, and follows them token by token.
-
-This is the only package that imports llguidance.
-"""
+"""Compiles grammars and follows them token by token; no other package imports llguidance."""

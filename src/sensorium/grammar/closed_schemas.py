@@ -4,7 +4,7 @@ JSON Schema allows every key that a schema does not mention. Users of other serv
 opposite, and a model that may invent keys often never stops. So an object with declared keys gets
 `additionalProperties: false`, unless the schema itself has a rule for other keys.
 
-A schema can declare the keys of one object in several places (`allOf`, or `anyOf` beside
+A schema can declare the keys of one object in several places (`allOf`, or `anyOf` next to
 `properties`). Such an object is closed once, where these places come together, over all the keys
 that any of them declares.
 """
@@ -22,19 +22,12 @@ _OWN_RULES = ("additionalProperties", "unevaluatedProperties")
 
 
 def close_objects(root: Schema) -> Schema:
-    """Return a copy of a JSON schema in which objects have no keys but the declared ones.
-
-    Each object that declares keys gets `additionalProperties: false`, unless the schema itself has
-    a rule for other keys. Raises a `RecursionError` if the schema is nested too deeply.
-    """
+    """Return a copy of a schema with closed objects; raise `RecursionError` if it is too deep."""
     return _Closing(root).close(root)
 
 
 def resolve_reference(root: Schema, reference: str) -> Schema | None:
-    """Return the part of the schema `root` that a `$ref` such as "#/$defs/name" points to.
-
-    Return `None` if the reference points outside of `root` or to a place that does not exist.
-    """
+    """Return the part of `root` that a `$ref` such as "#/$defs/name" points to, or else None."""
     if not reference.startswith("#"):
         return None
     found: Any = root
@@ -50,10 +43,7 @@ def resolve_reference(root: Schema, reference: str) -> Schema | None:
 
 
 class _Closing:
-    """A pass over one JSON schema that closes its objects.
-
-    To close an object means to forbid all keys that the schema does not declare for it.
-    """
+    """A pass over one JSON schema that closes its objects."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root  # references are resolved within it
@@ -62,8 +52,8 @@ class _Closing:
         """Return a copy of a schema in which undeclared keys are forbidden in objects.
 
         With `is_part`, the schema is a branch of another schema (of its `allOf`, say) and describes
-        the same object. Then only the objects inside it are closed, and the outer schema forbids
-        undeclared keys of the object itself.
+        the same object. Then the outer schema closes that object, and only those inside it are
+        closed here.
         """
         if not isinstance(schema, Mapping):
             return schema
@@ -81,12 +71,9 @@ class _Closing:
         return result
 
     def _close_branch(self, branch: Schema, is_part: bool) -> Schema:
-        """Return a closed copy of one branch of `allOf`, `anyOf` or `oneOf`.
-
-        With `is_part`, the outer schema describes the same object and closes it. Then, if the
-        branch is a `$ref`, a copy of the definition takes its place: the definition may be used
-        elsewhere too, and is closed there.
-        """
+        """Return a closed copy of one branch of `allOf`, `anyOf` or `oneOf`; see `close`."""
+        # A copy of the definition takes the place of a `$ref`: the definition may also be used
+        # elsewhere, and is closed there.
         if is_part and isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
             found = resolve_reference(self._root, branch["$ref"])
             if isinstance(found, Mapping):
@@ -97,8 +84,8 @@ class _Closing:
     def _collect_names(self, schema: Mapping[str, Any]) -> list[str] | None:
         """Return the keys that an object may have, or `None` if it must not be closed.
 
-        It is not closed if the schema declares no keys, or if the schema or a branch of it has a
-        rule of its own for other keys.
+        It is not closed if the schema declares no keys, or if it or a branch of it has a rule of
+        its own for other keys.
         """
         if any(key in schema for key in _OWN_RULES) or not _has_keys(schema):
             return None
@@ -109,11 +96,7 @@ class _Closing:
         return list(dict.fromkeys(_list_names(schema) + of_branches)) if is_declared else None
 
     def _collect_branches(self, schema: Mapping[str, Any]) -> list[str] | None:
-        """Return all keys that the `allOf`, `anyOf` and `oneOf` branches of a schema declare.
-
-        Return `None` if a branch, at any depth, has a rule of its own for undeclared keys, such as
-        `additionalProperties`.
-        """
+        """Return all keys that the branches declare, or `None` if one has a rule for other keys."""
         names: list[str] = []
         for branch in (entry for key in _BRANCHES for entry in _get_list(schema, key)):
             if isinstance(branch, Mapping) and isinstance(branch.get("$ref"), str):
@@ -129,10 +112,10 @@ class _Closing:
 
 
 def _map_children(schema: Mapping[str, Any], change: Callable[[Schema], Schema]) -> dict[str, Any]:
-    """Return a copy of a schema with `change` applied to each schema directly inside it.
+    """Return a copy of a schema with `change` applied to the schemas directly inside it.
 
-    These are the schemas of its properties, list items and definitions, but not the branches of
-    `allOf`, `anyOf` and `oneOf`.
+    These are its properties, list items and definitions, but not the branches of `allOf`, `anyOf`
+    and `oneOf`.
     """
     result = dict(schema)
     for key in _SCHEMA_MAPS:
@@ -162,16 +145,12 @@ def _list_names(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """Return the list under a key of a schema, or an empty list if the value is no list."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 
 
 def _move_reference(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema with its `$ref` moved into `allOf`, if it also declares keys itself.
-
-    The keys of both can then be closed together. Any other schema is returned unchanged.
-    """
+    """Move a schema's `$ref` into `allOf` if it also declares keys, so that both close together."""
     if not isinstance(schema.get("$ref"), str) or not _has_keys(schema):
         return schema
     rest = {key: value for key, value in schema.items() if key != "$ref"}

@@ -1,7 +1,7 @@
 """Compiles grammars for frontends and the core, so that both make the same checks.
 
 Owns the tokenizer of llguidance, which is made for the first grammar, and a cache of the latest
-results. Grammars that were refused are cached as well. Any number of threads may use a compiler.
+results, refused grammars included. Any number of threads may use a compiler.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """The reason why this matcher has failed, or `None` if it has not failed.
-
-        A failed matcher can't be used again.
-        """
+        """The reason why this matcher has failed and can't be used again, or else `None`."""
         if not self._matcher.is_error():
             return None
         reason = self._matcher.get_error().replace("<non-verbose/>", "")
@@ -72,19 +69,12 @@ class Matcher:
         self._matcher.consume_tokens(list(token_ids))
 
     def fill_mask(self, words: Words) -> None:
-        """Overwrite the bit mask `words` with the tokens that may come next.
-
-        The global interpreter lock is released meanwhile, so that other Python threads can run.
-        """
+        """Overwrite the bit mask `words` with the tokens that may come next; release the GIL."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
 
 class GrammarCompiler:
-    """A compiler that turns constraints on answers into matchers, for the tokens of one model.
-
-    It keeps the latest results, also those that are errors. `load_tokenizer` is called once, for
-    the first grammar.
-    """
+    """A compiler that turns constraints on answers into matchers, for the tokens of one model."""
 
     def __init__(
         self,
@@ -108,7 +98,7 @@ class GrammarCompiler:
     def compile(self, params: StructuredOutputsParams) -> Matcher:
         """Return a new matcher for a constraint, at the beginning of an answer.
 
-        Raises a `RequestError` with the path of the field if the constraint is malformed, can't be
+        Raise `RequestError` with the path of the field if the constraint is malformed, can't be
         met, or is too complex.
         """
         with self._lock:
@@ -164,8 +154,7 @@ class GrammarCompiler:
     def _try(self, matcher: Matcher) -> str | None:
         """Return why a grammar can't be used, or `None` if it can.
 
-        As a test, the mask of the first token is computed, and one allowed token is consumed that
-        does not end the answer.
+        As a test, the mask of the first token is computed, and a token consumed that is no end.
         """
         mask = self.make_mask()
         matcher.fill_mask(mask)
@@ -188,10 +177,7 @@ def _take(made: Matcher | RequestError) -> Matcher:
 
 
 def _run_on_large_stack(work: Callable[[], Matcher | RequestError]) -> Matcher | RequestError:
-    """Call `work` in a thread with a large stack, and return its result or raise its error.
-
-    llguidance recurses as deeply as a grammar is nested, which could overflow a normal stack.
-    """
+    """Call `work` in a thread with a large stack, and return its result or raise its error."""
     result: Future[Matcher | RequestError] = Future()
 
     def run() -> None:
@@ -201,7 +187,7 @@ def _run_on_large_stack(work: Callable[[], Matcher | RequestError]) -> Matcher |
             result.set_exception(error)
 
     # The stack size is a setting of the whole process. The lock keeps concurrent calls from
-    # restoring a wrong size. Other code that starts a thread meanwhile gets the large stack too.
+    # restoring a wrong size. Other code that starts a thread meanwhile also gets the large stack.
     with _stack_lock:
         before = threading.stack_size(_STACK_BYTES)
         try:

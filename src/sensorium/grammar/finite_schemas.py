@@ -1,8 +1,8 @@
 """Narrows a JSON schema to answers of bounded length, so that every answer ends.
 
 A small model that may write a string, a list or a number of any length often never ends it. The
-narrowed schema allows only answers that the original allows, and leaves out those that are too
-long. A limit that the schema itself sets is kept.
+narrowed schema allows only answers that the original allows, without the longest ones. A limit that
+the schema itself sets is kept.
 
 Limits are set for strings, the digits of numbers, the entries of lists and of objects with free
 keys, and how often a definition may contain itself. Strings with a pattern or a format get a higher
@@ -38,11 +38,9 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def make_finite(root: Schema, max_string_length: int) -> Schema:
-    """Return a schema that allows only those answers of `root` that are of bounded length.
+    """Return a narrowed schema, with strings of at most `max_string_length` characters.
 
-    Strings get at most `max_string_length` characters, or more if they have a pattern or a format.
-    Lists, numbers and recursive definitions get limits too. Limits that the schema sets itself are
-    kept. Raises a `RecursionError` if the schema is nested too deeply.
+    Raise `RecursionError` if the schema is nested too deeply.
     """
     narrowing = _Narrowing(root, max_string_length)
     narrowed = narrowing.narrow(root, 0, 0)
@@ -52,9 +50,8 @@ def make_finite(root: Schema, max_string_length: int) -> Schema:
 class _Narrowing:
     """A pass over one JSON schema that adds limits, so that every answer ends.
 
-    Each place in the schema has a `depth` and a `level`. The depth is the number of lists and
-    free-key objects around it. The level is the number of definitions around it that contain
-    themselves.
+    Each place in the schema has a `depth`, the number of lists and free-key objects around it, and
+    a `level`, the number of definitions around it that contain themselves.
     """
 
     def __init__(self, root: Schema, max_string_length: int) -> None:
@@ -70,9 +67,8 @@ class _Narrowing:
     def narrow(self, schema: Schema, depth: int, level: int, *, is_part: bool = False) -> Schema:
         """Return a copy of a schema that allows only answers of bounded length.
 
-        For `depth` and `level` see the class. With `is_part`, the schema is a branch of another
-        schema and describes the same object; then the outer schema limits which other keys the
-        object may have.
+        With `is_part`, the schema is a branch of another schema and describes the same object; then
+        the outer schema limits which other keys the object may have.
         """
         if schema is True:
             return self._make_any(depth)
@@ -110,8 +106,7 @@ class _Narrowing:
     def _define(self, reference: str, depth: int, level: int) -> str | None:
         """Return a `$ref` to a narrowed copy of the definition that `reference` points to.
 
-        The copy is made if it does not exist yet. Return `None` if a definition would contain
-        itself too often. A reference that can't be resolved is returned unchanged.
+        Return `None` if a definition would contain itself too often.
         """
         target = resolve_reference(self._root, reference)
         if target is None:
@@ -162,11 +157,7 @@ class _Narrowing:
         self._bound_entries(schema, "Items", depth)
 
     def _bound_entries(self, schema: dict[str, Any], noun: str, depth: int) -> None:
-        """Set the most entries of a list or an object in a schema, unless it has a limit.
-
-        `noun` is "Items" for a list and "Properties" for an object, as in the keywords `maxItems`
-        and `maxProperties`.
-        """
+        """Limit the entries of a list ("Items") or object ("Properties") that has no limit yet."""
         most = self._max_entries[min(depth, _MAX_DEPTH)]
         schema.setdefault(f"max{noun}", max(most, _get_count(schema, f"min{noun}")))
 
@@ -176,7 +167,7 @@ class _Narrowing:
         """Limit the keys of an object, and narrow the schemas of its values; `schema` is changed.
 
         If the schema declares keys, it allows no others. If not, it allows a few others with short
-        names. With `is_part`, the outer schema decides about other keys.
+        names.
         """
         is_joined = any(key in schema for key in _APPLICATORS)
         for key in ("properties", "patternProperties"):
@@ -186,7 +177,7 @@ class _Narrowing:
                     name: value if value is True and is_joined else self.narrow(value, depth, level)
                     for name, value in schema[key].items()
                 }
-        if is_part:
+        if is_part:  # the outer schema decides about other keys
             return
         values = schema.get("additionalProperties", True)
         if schema.get("properties"):
@@ -202,11 +193,7 @@ class _Narrowing:
 
 
 def _get_types(schema: Mapping[str, Any]) -> list[str]:
-    """Return the JSON types that a schema allows.
-
-    If the schema has no `type`, the types are inferred from its other keywords; the list may be
-    empty.
-    """
+    """Return the JSON types that a schema allows, inferred from keywords if it has no `type`."""
     types = schema.get("type")
     if isinstance(types, str):
         return [types]
@@ -263,10 +250,9 @@ def _find_recursive(root: Schema) -> frozenset[str]:
 def _find_endless(
     forward: Mapping[str, list[str]], backward: Mapping[str, list[str]]
 ) -> frozenset[str]:
-    """Return the nodes of a graph from which a walk can go on for ever.
+    """Return the nodes of a graph from which a walk may never end.
 
-    `forward` has the targets of each node's edges, and `backward` the sources of the edges that
-    lead to it.
+    `forward` has the targets of each node's edges, and `backward` the sources.
     """
     num_open = {node: len(targets) for node, targets in forward.items()}
     waiting = [node for node, number in num_open.items() if number == 0]

@@ -13,14 +13,11 @@ WORD_BITS = 64  # masks are made of whole words
 
 
 def make_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """Return the llguidance form of a model's tokenizer.
-
-    The tokenizer must be a fast one of Transformers, or one of mistral-common; for any other a
-    `RequestError` is raised.
+    """Return the llguidance form of a fast tokenizer of Transformers, or of a mistral-common one.
 
     Masks get a bit for each of the model's `vocab_size` logits, or for each token if there are more
-    tokens than logits. llguidance needs a token that ends an answer. If `eos_token_ids` is empty,
-    one of the tokenizer's special tokens is used.
+    tokens than logits. llguidance needs a token that ends an answer: without `eos_token_ids`, it is
+    one of the special tokens. Raise `RequestError` for any other tokenizer.
     """
     try:
         if getattr(tokenizer, "is_fast", False):
@@ -59,11 +56,7 @@ def _make_mistral(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int])
 
 
 class _MistralTokens:
-    """An adapter that gives a mistral-common tokenizer the interface of `TokenizerWrapper`.
-
-    The wrapper takes the size of the vocabulary from the length of `tokens`, so this list is padded
-    with empty tokens to `num_bits` entries.
-    """
+    """A mistral-common tokenizer with the interface that `TokenizerWrapper` needs."""
 
     def __init__(self, inner: Any, num_bits: int) -> None:
         ids = range(int(inner.n_words))
@@ -71,6 +64,7 @@ class _MistralTokens:
         self.bos_token_id = int(inner.bos_id)
         self.special_token_ids = [token_id for token_id in ids if inner.is_special(token_id)]
         special = set(self.special_token_ids)
+        # The wrapper takes the size of the vocabulary from the length of this list: it is padded.
         self.tokens = [
             inner.id_to_piece(i).encode() if i in special else inner.id_to_byte_piece(i)
             for i in ids

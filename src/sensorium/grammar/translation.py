@@ -26,8 +26,7 @@ _LARK_START = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:)", re.MU
 def make_grammar(params: StructuredOutputsParams, *, max_string_length: int | None = None) -> str:
     """Return the llguidance grammar for a constraint, as the text that `LLMatcher` takes.
 
-    If `max_string_length` is given, answers that follow a JSON schema are of bounded length:
-    strings have at most that many characters, and lists and numbers are limited too. Raises a
+    With `max_string_length`, answers that follow a JSON schema are of bounded length. Raise
     `RequestError` with the path of the field for text that is not JSON or GBNF. Other errors are
     found when the grammar is compiled.
     """
@@ -41,8 +40,8 @@ def make_grammar(params: StructuredOutputsParams, *, max_string_length: int | No
 def prepare_schema(schema: Schema, max_string_length: int | None) -> Schema:
     """Return the JSON schema that answers must follow, which is stricter than the given one.
 
-    Objects are closed (they allow no undeclared keys). If `max_string_length` is not `None`,
-    answers are also of bounded length. Raises a `RequestError` if the schema is nested too deeply.
+    Objects are closed, and with `max_string_length` answers are of bounded length. Raise
+    `RequestError` if the schema is nested too deeply.
     """
     try:
         closed = close_objects(schema)
@@ -61,8 +60,8 @@ def make_grammar_after(
     """Return a grammar of free text that ends with `end_tag`, and then the grammar of `params`.
 
     It is for prompts that end inside a model's reasoning: the model first completes the reasoning,
-    and the answer after it is constrained. Whitespace may stand between both. `token_id` is the id
-    of the tag if the tag is a special token of the model, or `None` if it is plain text.
+    and the answer after it is constrained. Whitespace may stand between both. `token_id` is that of
+    the tag, or `None` if the tag is plain text and no special token.
     """
     free = "reasoning" if token_id is None else f"/(.|\\n)*/ <[{token_id}]>"
     rules = [f"start: {free} /[ \\t\\r\\n]{{0,8}}/ answer"]
@@ -82,11 +81,10 @@ def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> st
 
 
 def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """Return the JSON schema of a constraint as text for llguidance, with stricter rules.
+    """Return the JSON schema of a constraint as text for llguidance, prepared and checked.
 
-    Objects allow no undeclared keys, and with `max_string_length` answers are of bounded length.
     The whitespace in an answer is limited, unless the schema has its own rules for it in
-    "x-guidance". Raises a `RequestError` if the text is not a JSON schema.
+    "x-guidance". Raise `RequestError` if the text is not a JSON schema.
     """
     try:
         schema = {"type": "object"} if params.json is None else json.loads(str(params.json))
@@ -143,11 +141,7 @@ def _get_lark(params: StructuredOutputsParams) -> str:
 
 
 def _quote(text: str) -> str:
-    """Return text as a string literal of Lark, which has the syntax of JSON strings.
-
-    Raises a `RequestError` for an unpaired surrogate, which is not a character, so that no answer
-    can contain it.
-    """
+    """Return text as a Lark literal, like JSON; raise `RequestError` for an unpaired surrogate."""
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise RequestError(
             "has an unpaired surrogate (U+D800 to U+DFFF): remove it",

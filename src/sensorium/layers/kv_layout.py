@@ -16,11 +16,7 @@ from sensorium.types.scheduling import KVCacheGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The shape of the keys and values that one decoder layer keeps in the KV cache.
-
-    `source` is the index of the layer that stores them: usually this layer, but another one if it
-    shares that layer's keys and values.
-    """
+    """The shape of the keys and values that one decoder layer keeps in the KV cache."""
 
     layer_index: int
     num_kv_heads: int
@@ -34,10 +30,7 @@ class LayerSpec:
 
     @property
     def num_elements_per_token(self) -> int:
-        """Return how many numbers the layer stores in the KV cache for each token.
-
-        It is 0 if the layer reads the keys and values of another layer.
-        """
+        """Return how many numbers the layer stores per token: 0 if it reads another layer's."""
         if self.source != self.layer_index:
             return 0
         return self.num_kv_heads * (self.key_dim + self.value_dim)
@@ -45,15 +38,11 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """A group of layers with the same attention window, which therefore share one block table.
+    """A group of layers with the same attention window, which share one block table."""
 
-    The window is the number of tokens that a token attends to; None means all earlier tokens. With
-    `is_cross` its layers attend to the encoded media of a request instead.
-    """
-
-    window: int | None
+    window: int | None  # the tokens that a token attends to; None: all earlier ones
     layers: tuple[LayerSpec, ...]
-    is_cross: bool = False
+    is_cross: bool = False  # its layers attend to the encoded media of a request
 
     def num_bytes_per_block(self, *, block_size: int, element_size: int) -> int:
         num_elements = sum(layer.num_elements_per_token for layer in self.layers)
@@ -63,7 +52,7 @@ class LayerGroup:
 def group_layers(layers: Sequence[LayerSpec]) -> tuple[LayerGroup, ...]:
     """Return the layers in groups of the same attention window; the one without a window is first.
 
-    Layers with cross-attention are the last group. Raises a `ModelError` if a layer shares the keys
+    Layers with cross-attention are the last group. Raise `ModelError` if a layer shares the keys
     and values of a layer with another window.
     """
     window_of = {layer.layer_index: layer.window for layer in layers}
@@ -94,15 +83,15 @@ def plan_kv_cache(
     *,
     memory_bytes: int,
     block_size: int,
-    element_size: int,
+    element_size: int,  # of one number, in bytes
     max_tokens_per_window_group: int,
 ) -> tuple[KVCacheGroup, ...]:
     """Return the number of KV cache blocks of each group, for the same number of tokens in each.
 
     Together the blocks fill `memory_bytes`. A group with a window never needs blocks for more than
     `max_tokens_per_window_group` tokens; if that is less than its share, the other groups get the
-    rest. One block of each group is reserved as the null block. `element_size` is the size of one
-    number in bytes. Raises a `ModelError` if the memory is too small for two blocks of each group.
+    rest. One block of each group is reserved as the null block. Raise `ModelError` if the memory is
+    too small for two blocks of each group.
     """
     sizes = [
         g.num_bytes_per_block(block_size=block_size, element_size=element_size) for g in groups
@@ -137,8 +126,8 @@ def plan_cross_cache(
     """Return the number of KV cache blocks of each group of an encoder-decoder model.
 
     All groups have blocks for the same number of requests: each has `max_tokens` tokens, and
-    attends to `max_cross_positions` positions of its media. Raises a `ModelError` if the memory is
-    too small for one request.
+    attends to `max_cross_positions` positions of its media. Raise `ModelError` if not even one
+    request fits into the memory.
     """
     lengths = [max_cross_positions if group.is_cross else max_tokens for group in groups]
     counts = [-(-length // block_size) for length in lengths]
@@ -159,12 +148,9 @@ def plan_cross_cache(
 
 
 def _num_equal_blocks(sizes: Sequence[int], bounds: Sequence[int | None], memory_bytes: int) -> int:
-    """Return the largest n for which min(n, bound) blocks of every group fit into the memory.
+    """Return the largest n for which min(n, bound) blocks of every group fit into the memory."""
 
-    `sizes` are the bytes of one block of each group. `bounds` are the most blocks that each group
-    needs; None means that there is no bound.
-    """
-
+    # Each group has the bytes of one of its blocks, and the most blocks that it needs, or None.
     def get_num_bytes(num_blocks: int) -> int:
         return sum(
             size * (num_blocks if bound is None else min(num_blocks, bound))

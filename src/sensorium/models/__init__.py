@@ -1,7 +1,7 @@
-"""Runs the models of Transformers: loading, the generic adapter, and code for single families.
+"""Runs the models of Transformers: loading, the generic `HfModel`, and code for single families.
 
-No model is reimplemented here. Importing this package makes `import torchvision` work beside a CPU
-build of torch, which Transformers' processors need. So it has to be imported before them.
+No model is reimplemented here. Importing this package makes `import torchvision` work with a CPU
+build of torch. Transformers' processors need that, so import it before them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ def ensure_torchvision() -> None:
 
     The wheels on the package index link their compiled operators against CUDA. Without CUDA these
     don't load, and the import fails with "operator torchvision::nms does not exist". Transformers'
-    processors need only `transforms.v2`, which is pure torch. If the schemas of two operators are
-    declared first, the import succeeds. This can be removed when there is a CPU wheel for every
-    platform. If torchvision is not installed, nothing happens: not every model needs it.
+    processors need only `transforms.v2`, which is pure torch. Remove this when every platform has a
+    CPU wheel. If torchvision is not installed, nothing happens: not every model needs it.
     """
     global _library
     try:
@@ -46,10 +45,9 @@ def ensure_torchvision() -> None:
 def list_models_once() -> None:
     """Patch Transformers so that it reads the source files of all models only once.
 
-    `transformers` and `transformers.models` both list the classes of all models, by reading some
-    1,600 files. That takes a tenth of the time in which a process starts. The list is cached by
-    path, but the first one passes the folder, and the second one the `__init__.py` in it. With this
-    patch both pass the folder. It can be removed when Transformers does the same.
+    `transformers` and `transformers.models` both read some 1,600 files, which takes a tenth of a
+    process's start. The list is cached by path, but the first one passes the folder, and the second
+    one the `__init__.py` in it. Here both pass the folder. Remove it when Transformers does so.
     """
     from transformers.utils import import_utils  # after torchvision was made importable
 

@@ -1,9 +1,8 @@
 """Finds the directory of a checkpoint, and downloads it from the Hugging Face hub if needed.
 
-It is a local directory, a snapshot in the hub's own cache, or the directory into which the embedded
-model was expanded. All files of a model are loaded from this one directory, and so from one
-revision. A hub id is looked up once. Its weights are fetched last, by the names in the snapshot's
-own index. The many errors of the hub become one sentence each.
+It is a local directory, a snapshot in the hub's cache, or the directory into which the embedded
+model was expanded. All files of a model come from it, and so from one revision: a hub id is
+resolved once, and the weights are fetched last, by the names in the snapshot's own index.
 """
 
 from __future__ import annotations
@@ -48,15 +47,12 @@ _SHORT_NAME = (
 
 @contextmanager
 def blame_checkpoint(model: str) -> Iterator[None]:
-    """Turn any error inside a `with` into a `ModelError` that names the model.
-
-    Broken files make libraries raise many kinds of errors. Sensorium's own errors are not changed.
-    """
+    """Turn any error but Sensorium's own into a `ModelError` that names the model, in a `with`."""
     try:
         yield
     except SensoriumError:
         raise
-    except Exception as error:
+    except Exception as error:  # broken files make libraries raise many kinds of errors
         reason = f"{type(error).__name__}: {str(error)[:300]}"
         raise ModelError(f"{model[:200]!r} can't be loaded: {reason}") from error
 
@@ -67,8 +63,8 @@ def find_checkpoint(
     """Return a directory with all files of a model but its weights, downloaded if needed.
 
     `model` is a directory, a hub id, or the name of the embedded model. `revision` is a branch, tag
-    or commit of a hub id. Python files are downloaded only with `trust_remote_code`. Raises a
-    `ModelError` if the model can't be found, or if what was downloaded can't be run.
+    or commit of a hub id. Python files are downloaded only with `trust_remote_code`. Raise
+    `ModelError` if the model can't be found, or can't be run.
     """
     is_embedded = model == EMBEDDED_MODEL
     path = None if is_embedded else find_directory(model)
@@ -84,11 +80,7 @@ def find_checkpoint(
 
 
 def get_revision(directory: Path) -> str:
-    """Return a text that distinguishes this checkpoint from others of the same name.
-
-    It is the commit of a snapshot in the hub's cache, or else a digest of the directory's
-    `config.json`. Without that file it is empty.
-    """
+    """Return a hub snapshot's commit, or a digest of `config.json`; it is "" without that file."""
     if directory.parent.name == "snapshots":
         return directory.name
     config = directory / "config.json"
@@ -98,9 +90,8 @@ def get_revision(directory: Path) -> str:
 def get_weights_identity(directory: Path) -> str:
     """Return a text that differs from that of every checkpoint with other weights.
 
-    It is the commit of a snapshot in the hub's cache. Elsewhere it has the name, the size and the
-    time of each file of weights, and a digest of some of its blocks. So a copy of a directory has
-    the same identity only if the copy keeps times.
+    It is the commit of a snapshot in the hub's cache. Elsewhere it has the name, size and time of
+    each file of weights, and a digest of some blocks. So only a copy that keeps times has the same.
     """
     is_snapshot = directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name)
     if is_snapshot and directory.parents[1].name.startswith("models--"):
@@ -114,7 +105,6 @@ def get_weights_identity(directory: Path) -> str:
 
 
 def _digest_blocks(path: Path, num_bytes: int) -> str:
-    """Return a digest of the beginning of a file and of blocks that are spread over it."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         for index in range(_NUM_BLOCKS):
@@ -124,11 +114,7 @@ def _digest_blocks(path: Path, num_bytes: int) -> str:
 
 
 def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, ...]:
-    """Return the paths of a checkpoint's safetensors files, and download them if they are missing.
-
-    `directory` is the one that `find_checkpoint` returned. Raises a `ModelError` if files are still
-    missing afterwards.
-    """
+    """Return the paths of a checkpoint's weights, downloaded if needed, or raise a `ModelError`."""
     names = get_weight_names(directory)
     if not Path(model).expanduser().is_dir() and not all(
         (directory / name).is_file() for name in names
@@ -140,10 +126,9 @@ def find_weights(model: str, directory: Path, *, use_tqdm: bool) -> tuple[Path, 
 
 
 def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqdm: bool) -> Path:
-    """Return the directory of a hub snapshot, with the files that match the patterns.
+    """Return a hub snapshot with the files that match the patterns, or raise a `ModelError`.
 
-    If the hub doesn't answer, it is the snapshot in the local cache. Raises a `ModelError` if that
-    has not all files either.
+    If the hub doesn't answer, the local cache must have all of these files.
     """
     no_answer = _ask_hub(model, revision)
     try:
@@ -164,7 +149,7 @@ def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqd
 
 
 def _ask_hub(model: str, revision: str | None) -> Exception | None:
-    """Return the error of a single short request to the hub, or None if the hub answers.
+    """Return the error of one short request to the hub, or None if the hub answers.
 
     It is made before a download, which would repeat its requests for half a minute if the hub can't
     be reached.

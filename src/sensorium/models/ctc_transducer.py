@@ -1,9 +1,9 @@
-"""Runs models that recognise speech without a decoder of tokens: an encoder with a small head.
+"""Runs speech models without a decoder of tokens: an encoder with a CTC head or a transducer.
 
-The head is a CTC head, which names a token or nothing ("blank") for each frame of the encoder, or a
-transducer (RNN-T, TDT), which walks through the frames and writes tokens at some of them. In both,
-what is found in a sound is a small table. It takes the place of the embeddings of other models: the
-encoder cache keeps it, and a request ends in the step in which it is there.
+A CTC head names a token or nothing ("blank") for each frame of the encoder. A transducer (RNN-T,
+TDT) walks through the frames and emits tokens at some of them. Either way, the result for an audio
+item is a small table instead of embeddings. The encoder cache keeps it, and a request ends in the
+step in which its table is there.
 
 The tables, in float32:
   CTC: for each frame, the likeliest token and its log-probability.
@@ -31,14 +31,14 @@ from sensorium.models.seams.fusion import Fusion
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 logger = logging.getLogger(__name__)
-PIECE_S = 30  # the longest sound that is encoded at once
+PIECE_S = 30  # the longest audio that is encoded at once
 MASK = "attention_mask"
 # A request has one token that stands for nothing, and ends with another one.
 CONTEXT = 2
 NUM_COLUMNS = 4  # of the widest table
 _TRANSDUCERS = ("ParakeetForRNNT", "ParakeetForTDT")
-_LENGTH_STEPS = 4  # sounds in a batch are padded by less than an octave divided by this
-# The lengths of sounds for a trial, in samples and in rows of features. They make odd and even
+_LENGTH_STEPS = 4  # items in a batch are padded by less than an octave divided by this
+# The lengths of audio for a trial, in samples and in rows of features. They make odd and even
 # numbers of frames, because a model may join two of them.
 _TRIAL_SAMPLES = (6_000, 6_320, 6_640, 10_000)
 _TRIAL_ROWS = (40, 47, 56, 80)
@@ -47,7 +47,6 @@ _FEATURE_SIZES = ("feature_projection_input_dim", "num_mel_bins", "input_dim")
 
 
 def is_ctc_transducer(config: PretrainedConfig) -> bool:
-    """Return whether a config is that of a model with a CTC head or a transducer."""
     name = (config.architectures or [""])[0]
     return name in _TRANSDUCERS or name in MODEL_FOR_CTC_MAPPING_NAMES.values()
 
@@ -63,10 +62,8 @@ def get_blank_id(config: PretrainedConfig) -> int:
 
 
 def count_frames(model_class: Any, config: PretrainedConfig, num_inputs: int) -> int:
-    """Return how many frames the encoder makes of so many samples or spectrogram frames.
-
-    The functions of the model class for this need nothing of the model but its config.
-    """
+    """Return how many frames the encoder makes of so many samples or spectrogram frames."""
+    # The functions of the class for this need nothing of a model but its config.
     model, lengths = SimpleNamespace(config=config), torch.tensor(num_inputs)
     if hasattr(model_class, "_get_subsampling_output_length"):
         return int(model_class._get_subsampling_output_length(model, lengths))
@@ -74,7 +71,7 @@ def count_frames(model_class: Any, config: PretrainedConfig, num_inputs: int) ->
 
 
 class CtcTransducerModel(HfModel):
-    """An adapter for models that find all tokens of a sound while it is encoded.
+    """A model that finds all tokens of an audio item while it is encoded.
 
     Only the methods for encoders can be called, and those with which an engine is built.
     """
@@ -108,24 +105,18 @@ class CtcTransducerModel(HfModel):
         return None
 
     def fuse(self) -> None:
-        """Leave the model as it is: the kernels are made for decoders."""
+        """Leave the model unchanged: the kernels are made for decoders."""
 
     def get_batch_key(self, item: MultiModalKwargsItem) -> Hashable:
-        """Return a key that is equal for sounds that are encoded together.
-
-        These are sounds of about the same length. If padding would change what is heard, because
-        the model has no mask or does not heed it everywhere, they have exactly the same length.
-        """
+        """Return a key that is equal for audio items that may be encoded together."""
+        # Items of about the same length, or of exactly the same if padding would change results.
         size = item[self._input_name].shape[1]
         has_padding = self._can_pad and MASK in item
         return math.ceil(_LENGTH_STEPS * math.log2(size)) if has_padding else (size,)
 
     @torch.inference_mode()
     def _probe_padding(self) -> bool:
-        """Return whether the results of sounds stay the same beside a longer one.
-
-        This is found by encoding noise, because not every model with a mask heeds it everywhere.
-        """
+        """Return whether padding leaves results unchanged: not every model heeds its mask fully."""
         sizes = _TRIAL_SAMPLES
         rows: tuple[int, ...] = ()
         if self._input_name != "input_values":
@@ -145,7 +136,7 @@ class CtcTransducerModel(HfModel):
             together = self._run_encoder(self._pad(items)).float()
         except Exception:  # models raise all kinds of errors: encode equal lengths only
             logger.warning(
-                "only sounds of equal length are encoded together, which is slower: a trial with "
+                "only audio of equal length is encoded together, which is slower: a trial with "
                 "padding failed",
                 exc_info=True,
             )
@@ -170,10 +161,7 @@ class CtcTransducerModel(HfModel):
     def encode(
         self, _modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the table of each sound, with all tokens that the model finds in it.
-
-        `num_embeds` are the numbers of their frames. The module's docstring explains the tables.
-        """
+        """Return the table of each audio item (see the module), given their numbers of frames."""
         output = self._run_encoder(self._pad(items))
         check_num_embeds([min(output.shape[1], most) for most in num_embeds], num_embeds)
         if is_transducer(self.config):
@@ -184,7 +172,7 @@ class CtcTransducerModel(HfModel):
         return [rows[:number] for rows, number in zip(table, num_embeds, strict=True)]
 
     def _pad(self, items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
-        """Return the inputs of several sounds, each with zeros behind it up to the longest."""
+        """Return the inputs of several items, each padded with zeros to the longest."""
         names = [name for name in (self._input_name, MASK) if name in items[0]]
         size = max(item[self._input_name].shape[1] for item in items)
         batch = {}
@@ -199,10 +187,10 @@ class CtcTransducerModel(HfModel):
     # ---- transducers
 
     def _count_steps(self, item: MultiModalKwargsItem) -> int:
-        """Return after how many steps `generate` gives up a sound that it has not walked through.
+        """Return the number of steps after which `generate` stops, even if frames are left.
 
-        Its generation config may limit them. Otherwise it leaves room for so many tokens in each
-        frame, also in those of padding that the features may have, and takes one for the start.
+        If the generation config sets no limit, there is room for `max_symbols_per_step` tokens in
+        each frame, with frames of padding included. One of these tokens is the start.
         """
         config = self.model.generation_config
         if config.max_new_tokens is not None:
@@ -217,19 +205,18 @@ class CtcTransducerModel(HfModel):
     def _transduce(
         self, encoded: torch.Tensor, num_frames: Sequence[int], num_steps: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Walk through the frames [sounds, frames, width] of sounds, and return the tokens of each.
+        """Return the table of each item, found by a walk through its frames [items, frames, width].
 
-        Each sound has its number of frames, and of steps after which it is given up.
-
-        At each step the model names a token or nothing for the current frame, after the tokens
-        before it, and how many frames to go on. This is `generate` for several sounds of different
-        lengths, with the probabilities that `generate` does not return.
+        At each step the model names a token or nothing for the current frame, given the tokens
+        before it, and how many frames to advance. An item ends after `num_frames` frames, or after
+        `num_steps` steps. This is `generate` for items of different lengths, with the probabilities
+        that `generate` does not return.
         """
         rows = torch.arange(len(encoded), device=encoded.device)
         ends, most_steps = torch.tensor([num_frames, num_steps], device=encoded.device)
         walk = _Walk(self.config, ends, most_steps)
         token_ids, cache = self._get_first_ids(rows), None
-        while walk.goes_on:
+        while walk.has_frames_left:
             frames = encoded[rows, walk.frames.clamp(max=encoded.shape[1] - 1), None]
             output = self.model(
                 encoder_outputs=BaseModelOutputWithPooling(pooler_output=frames),
@@ -247,36 +234,32 @@ class CtcTransducerModel(HfModel):
 
 
 class _Walk:
-    """The way of a transducer through several sounds: where it is in each, and what it found.
-
-    `ends` are the numbers of their frames, and `most_steps` bound how long it goes on in each: a
-    TDT may write tokens without ever going on.
-    """
+    """A transducer's walk through several items: where it is in each, and what it found."""
 
     def __init__(
         self, config: PretrainedConfig, ends: torch.Tensor, most_steps: torch.Tensor
     ) -> None:
         self.frames = torch.zeros_like(ends)
         self._ends = ends
-        self._most_steps = most_steps
+        self._most_steps = most_steps  # a TDT may emit tokens without ever advancing
         self._is_within = ends > 0
         self._blank_id = get_blank_id(config)
         self._vocab_size = int(config.vocab_size)
         durations = getattr(config, "durations", None)
-        # The frames that a TDT can go on. An RNN-T goes on by one, and only where nothing is heard.
+        # How many frames a TDT can advance. An RNN-T advances by one, after a blank or too many
+        # symbols.
         self._durations = None if durations is None else torch.tensor(durations, device=ends.device)
         self._max_symbols = int(config.max_symbols_per_step)
-        self._num_symbols = torch.zeros_like(self.frames)  # an RNN-T has written at its frame
-        self._found: list[torch.Tensor] = []  # for each step: [sounds, columns]
+        self._num_symbols = torch.zeros_like(self.frames)  # an RNN-T has emitted at its frame
+        self._found: list[torch.Tensor] = []  # for each step: [items, columns]
         self._is_kept: list[torch.Tensor] = []
 
     @property
-    def goes_on(self) -> bool:
-        """Whether there are frames left in any of the sounds."""
+    def has_frames_left(self) -> bool:
         return bool(self._is_within.any())
 
     def take(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose the tokens of a step, go on in each sound, and return the tokens."""
+        """Choose the tokens of a step, advance in each item, and return the tokens."""
         scores = logits[:, : self._vocab_size]
         best, token_ids = scores.max(-1)
         is_blank = token_ids == self._blank_id
@@ -289,16 +272,16 @@ class _Walk:
         return token_ids
 
     def _get_steps(self, logits: torch.Tensor, is_blank: torch.Tensor) -> torch.Tensor:
-        """Return how many frames to go on in each sound, given the logits of the durations."""
+        """Return how many frames to advance in each item, given the logits of the durations."""
         if self._durations is not None:
             steps = self._durations[logits.argmax(-1)]
             return torch.where(is_blank, steps.clamp(min=1), steps)
         self._num_symbols = torch.where(is_blank, 0, self._num_symbols + 1)
-        goes_on = is_blank | (self._num_symbols >= self._max_symbols)
-        self._num_symbols = torch.where(goes_on, 0, self._num_symbols)
-        return goes_on.long()
+        advances = is_blank | (self._num_symbols >= self._max_symbols)
+        self._num_symbols = torch.where(advances, 0, self._num_symbols)
+        return advances.long()
 
     def make_tables(self) -> list[torch.Tensor]:
-        """Return the tokens of each sound: [tokens, columns]."""
+        """Return the table of each item: [tokens, columns]."""
         found, is_kept = torch.stack(self._found, dim=1), torch.stack(self._is_kept, dim=1)
         return [rows[kept] for rows, kept in zip(found, is_kept, strict=True)]

@@ -1,9 +1,9 @@
-"""Runs models with an encoder for sounds and a decoder with cross-attention, such as Whisper.
+"""Runs models with an audio encoder and a decoder with cross-attention, such as Whisper.
 
-In each decoder layer the tokens attend to each other, and then to the encoded sound of their
-request. The keys and values of the sound are computed in the request's first step and kept like
-those of tokens. So a decoder of n layers has n more layers for the engine: those with an index of n
-or more are the cross-attention of layer index - n.
+In each decoder layer the tokens attend to each other, and then to the encoded audio of their
+request. The keys and values of the audio are computed in the request's first step and kept like
+those of tokens. So a decoder of n layers has 2n for the engine: layer n + i is the cross-attention
+of layer i.
 """
 
 from __future__ import annotations
@@ -29,24 +29,20 @@ _NUM_PROBE_POSITIONS = 3  # another number than the tokens of the probes
 
 
 def count_positions(model_class: Any, num_inputs: int) -> int:
-    """Return how many positions an encoder makes of so many frames or samples of a sound.
-
-    `model_class` is the class of the model. Its function for this uses no model.
-    """
+    """Return how many positions an encoder makes of so many spectrogram frames or samples."""
+    # The class's function for this uses no model.
     return int(model_class._get_feat_extract_output_lengths(None, num_inputs))
 
 
 def get_max_positions(model_class: Any, config: PretrainedConfig) -> int:
-    """Return the number of positions of the longest sound that the model takes.
-
-    A model without a limit in its config takes samples, and gets windows of 30 seconds.
-    """
+    """Return the number of positions of the longest audio that the model takes."""
+    # A model without a limit in its config takes samples, and gets windows of 30 seconds.
     most: int | None = getattr(config, "max_source_positions", None)
     return most or count_positions(model_class, WINDOW_S * _SAMPLING_RATE)
 
 
 class EncoderDecoderModel(HfModel):
-    """An adapter for models that attend to an encoded sound in every layer of their decoder."""
+    """A model in which every decoder layer attends to encoded audio."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Encoder and decoder share a config, but only the decoder uses our attention.
@@ -61,11 +57,9 @@ class EncoderDecoderModel(HfModel):
         self.alignment_heads = self._get_alignment_heads()
 
     def _get_alignment_heads(self) -> dict[int, list[int]]:
-        """Return the heads that align text with sounds, by the index of their layer.
-
-        The generation config of a Whisper lists them, if they are known. Otherwise all heads of the
-        second half of the layers are taken, as OpenAI's code does.
-        """
+        """Return the heads that align text with audio, by the index of their layer."""
+        # A Whisper's generation config may list them. Otherwise these are all heads of the second
+        # half of the layers, as in OpenAI's code.
         num_layers, num_heads = self.num_decoder_layers, self.text_config.num_attention_heads
         later = range(num_layers // 2, num_layers)
         given = getattr(self.model.generation_config, "alignment_heads", None)
@@ -78,13 +72,11 @@ class EncoderDecoderModel(HfModel):
         self._decoder_config._attn_implementation = name
 
     def _number_cross_layers(self) -> None:
-        """Give the modules that compute cross-attention layer indices of their own.
-
-        They are found by a run of the decoder: they get other states for keys and values.
-        """
+        """Give the modules of cross-attention, found by a run, layer indices of their own."""
         found: list[Any] = []
 
         def note(module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+            # Only cross-attention gets other states for keys and values.
             if kwargs.get("key_value_states") is not None:
                 found.append(module)
 
@@ -112,12 +104,9 @@ class EncoderDecoderModel(HfModel):
         _mm_index: torch.Tensor | None,
         mm_embeds: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the embeddings [1, N, hidden] of token ids, and the encoded sounds.
-
-        `mm_embeds` are those of the requests that begin in this step, one after the other. If none
-        begins, the decoder gets a single row that no token attends to.
-        """
+        """Return embeddings [1, N, hidden] of token ids, and the audio of requests that start."""
         embeds = self.embedding(input_ids)[None]
+        # If no request starts, the decoder gets a single row that no token attends to.
         states = embeds.new_zeros(1, embeds.shape[-1]) if mm_embeds is None else mm_embeds
         return embeds, {"encoder_hidden_states": states.to(embeds.dtype)[None]}
 
@@ -168,7 +157,7 @@ class EncoderDecoderModel(HfModel):
         return logits
 
     def fuse(self) -> None:
-        """Leave the model as it is: the kernels are made for decoders without cross-attention."""
+        """Leave the model unchanged: the kernels are made for decoders without cross-attention."""
 
     # ---- the encoder
 

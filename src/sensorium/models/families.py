@@ -1,8 +1,7 @@
 """Holds the code that single families of models need, with one section for each family.
 
-A family gets code here, 150 lines at most, only for what can't be read from its model. The adapter
-of a family is found by its `model_type`. Models of other types run through the generic adapter, if
-they pass a trial.
+A family gets code here, 150 lines at most, only for what can't be read from its model. Models of a
+`model_type` that is not in `KNOWN_MODELS` run as `HfModel`, if they pass a trial.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sensorium.types.multimodal import MODALITIES, MultiModalKwargsItem
 
 
 class HfGemma3(HfModel):
-    """The adapter of Gemma 3: an image's embeddings attend to each other in both directions."""
+    """A Gemma 3, in which an image's embeddings attend to each other in both directions."""
 
     bidirectional_modalities = frozenset({"image"})
 
@@ -36,16 +35,13 @@ class HfGemma3(HfModel):
 
 
 class HfGemma4(HfModel):
-    """The adapter of Gemma 4: each decoder layer gets an extra input that is looked up by token id.
-
-    If the model's config asks for it, layers with a window attend to images and videos in both
-    directions.
-    """
+    """A Gemma 4, in which decoder layers get an extra input that is looked up by token id."""
 
     has_causal_full_layers = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
+        # Then layers with a window attend to images and videos in both directions.
         if self.text_config.use_bidirectional_attention == "vision":
             self.bidirectional_modalities = frozenset({"image", "video"})
         ids = [getattr(self.config, f"{modality}_token_id", None) for modality in MODALITIES]
@@ -56,13 +52,9 @@ class HfGemma4(HfModel):
     def embed(
         self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the embeddings [1, N, hidden] of token ids [N], and extra decoder arguments.
-
-        The parameters are those of `HfModel.embed`. The second result has `per_layer_inputs`,
-        the extra inputs of each decoder layer, if the model has them. As in Transformers, every id
-        of a media placeholder is replaced with the padding id before it is looked up, even if the
-        model itself generated that token.
-        """
+        """Return the result of `HfModel.embed` with `per_layer_inputs`, if the model has them."""
+        # As in Transformers, each id of a media placeholder is replaced with the padding id before
+        # the lookup, even if the model itself generated that token.
         is_placeholder = torch.isin(input_ids, self._placeholder_ids)
         token_ids = input_ids.masked_fill(is_placeholder, self.text_config.pad_token_id)
         embeds, extra = super().embed(token_ids, mm_index, mm_embeds)
@@ -75,7 +67,7 @@ class HfGemma4(HfModel):
 
 
 class HfQwen2Audio(HfModel):
-    """The adapter of Qwen2-Audio, which has no function of its own that only encodes sounds."""
+    """A Qwen2-Audio, which has no function of its own that only encodes audio."""
 
     def _get_encoder(self, _modality: str) -> Any:
         return self._encode_audios
@@ -87,10 +79,7 @@ class HfQwen2Audio(HfModel):
         *,
         return_dict: bool = True,
     ) -> BaseModelOutputWithPooling:
-        """Encode sounds, as `get_audio_features` does in other model families.
-
-        The result has a list with the embeddings of each sound.
-        """
+        """Encode audio like `get_audio_features` of other families, with a list of embeddings."""
         del return_dict
         tower = self._base.audio_tower
         num_frames = feature_attention_mask.sum(-1)
@@ -102,11 +91,7 @@ class HfQwen2Audio(HfModel):
         return BaseModelOutputWithPooling(pooler_output=[row[:length] for row, length in rows])
 
     def _make_mask(self, lengths: torch.Tensor, size: int) -> torch.Tensor | None:
-        """Return an attention mask that hides the padding behind each sound.
-
-        `lengths` are the frames of each sound, and `size` is the number of frames with padding.
-        None means that no mask is needed.
-        """
+        """Return a mask that hides the padding up to `size` frames, or None if none is needed."""
         is_audio = torch.arange(size, device=self.device) < lengths[:, None]
         return create_bidirectional_mask(
             config=self._base.audio_tower.config,
@@ -119,11 +104,9 @@ class HfQwen2Audio(HfModel):
 
 
 class HfQwen25Omni(HfModel):
-    """The adapter of Qwen2.5-Omni's thinker, the part of the model that writes text.
+    """A thinker of Qwen2.5-Omni, the part of the model that generates text."""
 
-    Its function for M-RoPE positions takes other arguments than those of other models.
-    """
-
+    # The function for M-RoPE positions takes other arguments than those of other models.
     def _get_rope_index(
         self,
         input_ids: torch.Tensor,
@@ -147,11 +130,7 @@ class HfQwen25Omni(HfModel):
 
 
 class HfQwen3VL(HfModel):
-    """The adapter of Qwen3-VL: media embeddings go to the decoder's first layers too (DeepStack).
-
-    The embeddings for these layers are appended as more columns to those that a media item has for
-    the decoder's input.
-    """
+    """A Qwen3-VL, which also feeds media embeddings to its first decoder layers (DeepStack)."""
 
     def split(
         self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
@@ -162,6 +141,7 @@ class HfQwen3VL(HfModel):
             layer if isinstance(layer, torch.Tensor) else torch.cat(layer)
             for layer in output.deepstack_features
         ]
+        # The embeddings for the first layers are more columns of those for the decoder's input.
         return list(torch.cat([embeds, *layers], dim=-1).split(list(num_embeds)))
 
     def embed(
@@ -176,7 +156,7 @@ class HfQwen3VL(HfModel):
         return embeds, {**extra, **deepstack}
 
 
-# ---- the adapter of each family
+# ---- the class of each family
 
 OWN_MODELS: dict[str, type[HfModel]] = {
     "whisper": EncoderDecoderModel,
@@ -201,7 +181,7 @@ OWN_MODELS: dict[str, type[HfModel]] = {
     "qwen3_vl": HfQwen3VL,
     "qwen3_vl_moe": HfQwen3VL,
 }
-# model_type -> adapter, for every known family.
+# model_type -> class, for every known family.
 KNOWN_MODELS: dict[str, type[HfModel]] = {
     family.model_type: OWN_MODELS.get(family.model_type, HfModel) for family in FAMILIES
 }

@@ -1,7 +1,4 @@
-"""Reads the sampling defaults of a model from its `generation_config.json`.
-
-With them, the engine decodes by default as Transformers' `generate` does.
-"""
+"""Reads a model's `generation_config.json`, to decode by default as Transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -42,32 +39,23 @@ _IGNORED_FIELDS: dict[str, object] = {
 def get_generation_defaults(
     model: PreTrainedModel, generation_config: str = "auto"
 ) -> GenerationDefaults:
-    """Return the sampling defaults of a loaded model, from its generation config.
+    """Return the sampling defaults of a loaded model; greedy unless its config has `do_sample`.
 
-    They are greedy unless the config has `do_sample`, as in Transformers' `generate`. Temperature
-    and filters apply only with `do_sample`, penalties and bans always.
-
-    With "none" as `generation_config`, only the config's end-of-sequence tokens are used, because
-    no answer would end without them. A request without sampling parameters then samples from the
-    model's own distribution, and no token is banned.
+    As in `generate`, temperature and filters apply only with `do_sample`, penalties and bans
+    always. With "none" as `generation_config`, only end-of-sequence tokens are read, because no
+    answer would end without them. Requests then sample from the model's own distribution, and no
+    token is banned.
     """
     return _make_defaults(getattr(model, "generation_config", None), generation_config)
 
 
 def load_generation_defaults(directory: str, generation_config: str = "auto") -> GenerationDefaults:
-    """Return the sampling defaults of a checkpoint without loading its model.
-
-    The result is the same as that of `get_generation_defaults` for the loaded model.
-    `generation_config` is "auto" or "none".
-    """
+    """Return the result of `get_generation_defaults` without loading the model."""
     return _make_defaults(_load(directory), generation_config)
 
 
 def load_bans(directory: str) -> TokenBans:
-    """Return the tokens that the generation config of a checkpoint bans, whatever is served.
-
-    They are part of a Whisper's rules, which hold for its transcripts also with "none".
-    """
+    """Return the tokens that a checkpoint bans, also with "none", as Whisper's transcripts need."""
     config = _load(directory)
     with _blaming_config():
         return _get_bans(config, _as_ids(config.eos_token_id))
@@ -85,10 +73,9 @@ def _load(directory: str) -> Any:
 def load_string_limit(directory: str) -> int | None:
     """Return the most characters of a string in structured output, or None if the model sets none.
 
-    The limit holds for strings for which the JSON schema has no limit of its own. It is
-    `structured_string_limit` in `generation_config.json`, a key of this project for models that
-    don't end such strings by themselves. Raises a `ModelError` if it is not an integer of at least
-    1.
+    It holds for strings without a limit in their JSON schema. `structured_string_limit` in
+    `generation_config.json` is a key of this project, for models that don't end such strings by
+    themselves. Raise `ModelError` if it is not an integer of at least 1.
     """
     limit = read_json(Path(directory) / "generation_config.json").get("structured_string_limit")
     if limit is None:
@@ -111,12 +98,7 @@ def _make_defaults(config: Any, generation_config: str) -> GenerationDefaults:
 
 
 def _read_defaults(config: Any, eos_token_ids: tuple[int, ...]) -> GenerationDefaults:
-    """Return the sampling defaults in a generation config.
-
-    `eos_token_ids` are the tokens that end an answer, as the config names them. Raises a
-    `RequestError` that names the field if a value is not allowed. Fields that are not supported are
-    logged.
-    """
+    """Return a config's sampling defaults, or raise a `RequestError` that names a wrong field."""
     _warn_of_ignored(config)
     temperature = 0.0
     if config.do_sample:
@@ -161,11 +143,7 @@ def _warn_of_ignored(config: Any) -> None:
 
 
 def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
-    """Return the tokens and token sequences that a generation config bans.
-
-    As in Transformers, end-of-sequence tokens are dropped from `bad_words_ids`, and from no other
-    list. Raises a `RequestError` if a list is not valid.
-    """
+    """Return the tokens and sequences that a config bans; raise `RequestError` if one is wrong."""
     bad_words = [
         _check_ids("bad_words_ids", sequence) for sequence in _as_ids(_get(config, "bad_words_ids"))
     ]
@@ -175,6 +153,7 @@ def _get_bans(config: Any, eos_token_ids: tuple[int, ...]) -> TokenBans:
     return TokenBans(
         sequences=(
             *((token_id,) for token_id in suppressed),
+            # As in Transformers, end-of-sequence tokens are dropped from this list only.
             *(s for s in bad_words if len(s) > 1 or s[0] not in eos_token_ids),
         ),
         first_token_ids=_check_ids(
@@ -189,7 +168,6 @@ def _get(config: Any, name: str) -> Any:
 
 
 def _as_ids(value: Any) -> tuple[int, ...]:
-    """Return the ids of a config's field as a tuple; the field may be a list, one id, or None."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,7 +1,7 @@
 """Gives all Transformers models one interface: encode, embed, run the decoder, compute logits.
 
-By default the adapter reads what it needs from the model itself. The adapter of a model family
-overrides the rest. Nothing here depends on requests, blocks or schedules.
+`HfModel` reads what it needs from the model itself; subclasses for families override the rest.
+Nothing here depends on requests, blocks or schedules.
 
 The model is changed in few places: the attention functions of its decoder and of encoders that pack
 sequences, the encoders' computation of lengths, the choice of rotary modules that have two sets of
@@ -57,20 +57,16 @@ _HAS_MKL = torch.backends.mkl.is_available()
 
 
 class HfModel:
-    """An adapter that gives the engine one interface to any model of Transformers.
-
-    It works for every model that follows Transformers' conventions. Model families that don't
-    follow them have a subclass.
-    """
+    """A wrapper that gives the engine one interface to any model of Transformers."""
 
     # The embeddings of a media item of these modalities attend to each other in both directions.
     bidirectional_modalities: frozenset[str] = frozenset()
     # True: they do so only in layers with a window; in the others attention is causal.
     has_causal_full_layers = False
-    is_streaming = False  # whether every token has a part of a sound, which may still go on
+    is_streaming = False  # whether every token has a part of audio that may still be arriving
     # The most media positions that a request attends to by cross-attention. 0: there is none.
     max_cross_positions = 0
-    # Layer with cross-attention -> its heads that align the text with a sound.
+    # Layer with cross-attention -> its heads that align the text with audio.
     alignment_heads: Mapping[int, Sequence[int]] = MappingProxyType({})
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -120,12 +116,11 @@ class HfModel:
     def embed(
         self, input_ids: torch.Tensor, mm_index: torch.Tensor | None, mm_embeds: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the embeddings [1, N, hidden] of token ids [N], and extra decoder arguments.
+        """Return the embeddings [1, N, hidden] of token ids [N], and named decoder arguments.
 
         The tokens at the indices `mm_index` get the rows of `mm_embeds`, which an encoder computed
-        from media. Their ids are not looked up, because a placeholder may be outside the
-        vocabulary. Both are None if the step has no media. The second result maps names of keyword
-        arguments to their values.
+        from media. Both are None if the step has no media. The ids of these tokens are not looked
+        up, because a placeholder may be outside the vocabulary.
         """
         if mm_index is None or mm_embeds is None:
             return self.embedding(input_ids)[None], {}
@@ -133,22 +128,17 @@ class HfModel:
         return embeds.index_copy(0, mm_index, mm_embeds.to(embeds.dtype))[None], {}
 
     def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:  # noqa: ARG002
-        """Return further decoder arguments for tokens that are so far behind their sound."""
+        """Return more decoder arguments, given how many tokens each token is behind its audio."""
         return {}
 
     def forward(
         self,
         inputs_embeds: torch.Tensor,
-        positions: torch.Tensor,
+        positions: torch.Tensor,  # [N], or [3, N] for M-RoPE (rotary positions in three dimensions)
         attention_call: AttentionCall,
-        extra: dict[str, Any],
+        extra: dict[str, Any],  # the extra arguments that `embed` returned
     ) -> torch.Tensor:
-        """Run the decoder on embeddings [1, N, hidden], and return its hidden states [N, hidden].
-
-        `positions` are [3, N] for a model with M-RoPE (rotary positions in three dimensions), and
-        [N] otherwise. `attention_call` computes the attention of every layer. `extra` are the extra
-        decoder arguments that `embed` returned.
-        """
+        """Run the decoder on embeddings [1, N, hidden], and return hidden states [N, hidden]."""
         position_ids = positions[:, None] if self.has_mrope else positions[None]
         output = self.decoder(
             inputs_embeds=inputs_embeds,
@@ -160,11 +150,7 @@ class HfModel:
         return output.last_hidden_state[0]
 
     def choosing_factors(self, is_long: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which the decoder uses long rotary factors for some tokens.
-
-        These are the tokens for which `is_long` [N] is True. The other tokens use the short
-        factors. With None, the model chooses the factors itself.
-        """
+        """Return the context `LongRope.choosing` of this model's decoder."""
         return self._long_rope.choosing(is_long)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -189,8 +175,7 @@ class HfModel:
     def probe_layers(self) -> tuple[LayerSpec, ...]:
         """Return the shape of each layer's keys and values, found by running two tokens.
 
-        Raises a `ModelError` if the model fails in these runs, or does something that this engine
-        does not support.
+        Raise `ModelError` if the model fails, or does something that this engine does not support.
         """
         name = type(self.model).__name__
         try:
@@ -225,11 +210,7 @@ class HfModel:
         )
 
     def find_context_limit(self, layers: Sequence[LayerSpec]) -> ContextLimit | None:
-        """Return the most tokens of a sequence that the engine can compute as the model would.
-
-        The result includes the reason for this limit, and is None if there is no limit. `layers`
-        are the result of `probe_layers`.
-        """
+        """Return the limit up to which the engine computes as the model would; None: no limit."""
         return find_context_limit(self.model, layers, self.long_after)
 
     def _run_two_tokens(self, call: Any) -> torch.Tensor:
@@ -239,11 +220,10 @@ class HfModel:
         return self.forward(embeds, tokens.expand(3, 2) if self.has_mrope else tokens, call, extra)
 
     def _probe_logits(self, hidden: torch.Tensor) -> None:
-        """Raise a `ModelError` if the adapter's logits differ from the model's own.
+        """Find out whether to scale logits; raise `ModelError` if they differ from the model's own.
 
-        `hidden` are the hidden states of the two tokens that `_run_two_tokens` runs. Not every
-        model scales its logits as its config describes. If the logits agree better without scaling,
-        by more than rounding, the adapter does not scale them.
+        Not every model scales its logits as its config describes. They are not scaled if they agree
+        better without it, by more than rounding. `hidden` comes from `_run_two_tokens`.
         """
         theirs = self._compute_whole(torch.arange(2, device=self.device)).float()
         distances = {}
@@ -274,8 +254,8 @@ class HfModel:
     def fuse(self) -> None:
         """Replace operations of the model's layers with fewer, fused kernels.
 
-        The fused model is compared with the original. If it fails, or if its results differ by more
-        than rounding, the original is restored and a warning is logged.
+        If the fused model fails, or its results differ from the original's by more than rounding,
+        the original is restored and a warning is logged.
         """
         logger.info(
             "comparing fused forms of the model's layers with the originals; at the first start on "
@@ -317,10 +297,9 @@ class HfModel:
 
     @contextmanager
     def own_attention(self, name: str | None = None) -> Iterator[None]:
-        """Let the model compute as Transformers wrote it, inside a `with`.
+        """Let the model compute as Transformers wrote it, without fused layers, inside a `with`.
 
-        The decoder uses the attention implementation `name`, or with None the one that Transformers
-        chose for it. Fused layers and the attention of this engine are off meanwhile.
+        The decoder uses the attention `name`, or with None the one that Transformers chose for it.
         """
         self._set_attention(name or self.own_attention_name)
         set_attention(self._towers, DENSE_ATTENTION)
@@ -332,11 +311,10 @@ class HfModel:
             set_attention(self._towers, PACKED_ATTENTION)
 
     def call_before_blocks(self, function: Callable[[], None]) -> int:
-        """Call `function` before each run of a decoder or encoder layer from now on.
+        """Call `function` before each run of a decoder or encoder layer; return how many there are.
 
-        Return the number of these layers. On a CPU a pass over a long prompt or a large picture may
-        take minutes, but one layer takes seconds at most. So the calls show that the process makes
-        progress.
+        The calls show progress: on a CPU a pass over a long prompt or a large picture may take
+        minutes, but one layer takes seconds at most.
         """
         blocks = list(find_blocks(self.model))
         for block in blocks:
@@ -344,10 +322,7 @@ class HfModel:
         return len(blocks)
 
     def forget_positions(self) -> None:
-        """Delete the M-RoPE offset that the model itself has stored in its last call.
-
-        Without this, the model's own `generate` would use it for another prompt.
-        """
+        """Delete the last call's M-RoPE offset, which `generate` would use for another prompt."""
         if hasattr(self._base, "rope_deltas"):
             self._base.rope_deltas = None
 
@@ -361,11 +336,10 @@ class HfModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the M-RoPE positions [3, prompt] of a prompt on the CPU, and an offset [3, 1].
 
-        M-RoPE positions have three dimensions: time, height and width. The position of a token
-        after the prompt is its index plus the offset. As in `generate`, positions continue from the
-        last one of the prompt, which is not always the highest: in some model families a text may
-        begin before the time of the last video frame. `features` have the places of the media items
-        in the prompt, and `items` have their tensors.
+        The dimensions are time, height and width. A token after the prompt has its index plus the
+        offset as its position. As in `generate`, positions continue from the last one of the
+        prompt, which is not always the highest: in some model families a text may begin before the
+        time of the last video frame. `features` have the places of the `items` in the prompt.
         """
         if not features:
             return torch.arange(len(token_ids)).expand(3, -1), torch.zeros(3, 1, dtype=torch.long)
@@ -380,14 +354,10 @@ class HfModel:
     def _get_rope_index(
         self,
         input_ids: torch.Tensor,
-        token_types: torch.Tensor,
+        token_types: torch.Tensor,  # [1, prompt]: 0 for text, or a modality's number
         items: Sequence[MultiModalKwargsItem],
     ) -> torch.Tensor:
-        """Return the M-RoPE positions [3, 1, prompt] that the model's own code computes.
-
-        `token_types` [1, prompt] is 0 for text, and the number of the modality for media tokens.
-        `items` are the tensors of the media items.
-        """
+        """Return the M-RoPE positions [3, 1, prompt] that the model's own code computes."""
         function = self._base.get_rope_index
         arguments = gather_arguments(items, inspect.signature(function).parameters.keys())
         positions: torch.Tensor = function(input_ids, mm_token_type_ids=token_types, **arguments)[0]
@@ -398,11 +368,10 @@ class HfModel:
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Run the encoder of a modality on media items, and return the embeddings of each item.
+        """Run a modality's encoder on items, and return the embeddings [N, width] of each item.
 
-        The result has one tensor [number of embeddings, width] for each item. `num_embeds` are the
-        numbers that the items have placeholders for; a `RequestError` is raised if the encoder
-        returns another number. The items may belong to different requests.
+        The items may belong to different requests. Raise `RequestError` if an item does not get as
+        many embeddings as it has placeholders (`num_embeds`).
         """
         batch = self.make_encoder_batch(modality, items)
         inputs = self.send_batch(batch)
@@ -414,7 +383,7 @@ class HfModel:
     ) -> dict[str, torch.Tensor]:
         """Return the tensors that the encoder of a modality gets for media items, on the host."""
         names = self._get_encoder_names(modality)
-        # On a CPU a single item is copied too: a model may change its inputs, which are cached.
+        # On a CPU a single item is also copied: a model may change its inputs, which are cached.
         batch = items[0] if len(items) == 1 and self.device.type == "cuda" else collate(items)
         return {name: tensor for name, tensor in batch.items() if name in names}
 
@@ -422,16 +391,12 @@ class HfModel:
         return inspect.signature(self._get_encoder(modality)).parameters.keys()
 
     def send_batch(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors of an encoder's batch on the model's device."""
         return {name: self.to_model(tensor) for name, tensor in batch.items()}
 
     def keeping_host_copies(
         self, inputs: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]
     ) -> AbstractContextManager[HostCopies]:
-        """Return a context in which encoders know the integers of a batch without reading them.
-
-        `inputs` is the result of `send_batch` for the batch.
-        """
+        """Return a context in which encoders read the integers of a sent batch on the host."""
         integers = [name for name, tensor in batch.items() if not tensor.is_floating_point()]
         return keep_host_copies([(inputs[name], batch[name]) for name in integers])
 
@@ -442,45 +407,31 @@ class HfModel:
         items: Sequence[MultiModalKwargsItem],
         num_embeds: Sequence[int],
     ) -> list[torch.Tensor]:
-        """Run the encoder of a modality on inputs that are on the device already.
-
-        See `encode` for the result. It is called within `keeping_host_copies`.
-        """
+        """Run an encoder on sent inputs, within `keeping_host_copies`; see `encode`."""
         output = self._get_encoder(modality)(**inputs, return_dict=True)
         return self.split(output, items, num_embeds)
 
     def to_model(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor on the model's device, with floating-point numbers in the model's dtype.
-
-        Integers keep their type. Not every encoder converts its inputs itself.
-        """
+        """Return a tensor on the model's device, in the model's dtype if it is floating-point."""
+        # Not every encoder converts its inputs itself.
         dtype = self.dtype if tensor.is_floating_point() else None
         return to_device(tensor, self.device, dtype)
 
     def _get_encoder(self, modality: str) -> Any:
-        """Return the model's method that encodes a modality: "image", "video" or "audio".
-
-        A model without a method for videos encodes their frames as images.
-        """
+        """Return the model's method that encodes a modality: "image", "video" or "audio"."""
+        # A model without a method for videos encodes their frames as images.
         is_plain = modality == "video" and not hasattr(self._base, "get_video_features")
         return getattr(self._base, f"get_{'image' if is_plain else modality}_features")
 
     def split(
         self, output: Any, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the embeddings of each media item, cut from the output of an encoder.
-
-        `num_embeds` are the numbers of embeddings that the items must have; a `RequestError` is
-        raised if the output has another number.
-        """
+        """Return the embeddings of each item from an encoder's output, as `split_output` does."""
         return split_output(output, [get_num_parts(item) for item in items], num_embeds)
 
 
 def find_blocks(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the layers of a model's decoder and encoders.
-
-    These are the members of the outermost `ModuleList` objects.
-    """
+    """Yield the layers of a model's decoder and encoders: the members of outer `ModuleList`s."""
     for child in model.children():
         if isinstance(child, torch.nn.ModuleList):
             yield from child

@@ -62,8 +62,7 @@ _REASONS = {
 def load_config(directory: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
     """Return the config of a checkpoint's model; of several, that of the one that generates text.
 
-    Raises a `ModelError` if it can't be loaded, or if it needs the checkpoint's own code and
-    `trust_remote_code` is not set.
+    Raise `ModelError` if it can't be loaded, or needs its own code without `trust_remote_code`.
     """
     # Raise an error if this file is broken: Transformers would silently continue without it.
     read_json(Path(directory) / "generation_config.json")
@@ -101,10 +100,7 @@ def find_unserved(
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the torch device of this name; "auto" is a CUDA device if there is one, or the CPU.
-
-    Raises a `ModelError` if the name is unknown, or if torch finds no CUDA device.
-    """
+    """Return the device of a name ("auto": CUDA if possible), or raise a `ModelError`."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
@@ -116,11 +112,10 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:
-    """Return the torch dtype of this name, or a suitable one for "auto".
+    """Return the torch dtype of this name, or raise a `ModelError` if it is unknown.
 
     On a GPU "auto" is the dtype of the checkpoint. On a CPU it is float32, except for checkpoints
-    in bfloat16 if the CPU has instructions for it. Without these, bfloat16 would be 100 times
-    slower. Raises a `ModelError` if the name is unknown.
+    in bfloat16 if the CPU has instructions for it: without these it is 100 times slower.
     """
     if dtype in _DTYPES:
         return _DTYPES[dtype]
@@ -139,7 +134,7 @@ def _has_fast_bfloat16() -> bool:
 
 
 def load_tokenizer(directory: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer of a checkpoint, without the media processor that contains it."""
+    """Return a checkpoint's tokenizer, without the media processor that contains it."""
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
 
@@ -153,10 +148,10 @@ def load_model(
     use_tqdm: bool = False,
     towers_only: bool = False,
 ) -> HfModel:
-    """Load a model's weights onto a device, and return the model in the adapter of its family.
+    """Load a model's weights onto a device, and return the model as the `HfModel` of its family.
 
-    With `towers_only` the model has its encoders but no decoder. Raises a `ModelError` if the model
-    is not supported, or if its weights can't be loaded.
+    With `towers_only` it has its encoders but no decoder. Raise `ModelError` if the model is not
+    supported, or if its weights can't be loaded.
     """
     model_class = get_model_class(directory, config, trust_remote_code=trust_remote_code)
     if towers_only:
@@ -186,10 +181,7 @@ def load_model(
 
 @contextmanager
 def _loading_bar(use_tqdm: bool) -> Iterator[None]:
-    """Show Transformers' progress bar only on a terminal and if loading takes long, in a `with`.
-
-    Without `use_tqdm` it is never shown.
-    """
+    """Show Transformers' progress bar only on a terminal if loading takes long, inside a `with`."""
 
     def make_bar(bar: Any, arguments: Any, options: Any) -> Any:
         return bar(
@@ -204,11 +196,8 @@ def _loading_bar(use_tqdm: bool) -> Iterator[None]:
 
 
 def _check_weights(model: str, report: Mapping[str, Any]) -> None:
-    """Raise a `ModelError` if weights are missing or misshapen, and warn of those that are unused.
-
-    `report` is what Transformers returned about loading. Transformers would fill missing weights
-    with random numbers, and only log a warning.
-    """
+    """Raise `ModelError` if weights are missing or misshapen, and warn of those that are unused."""
+    # Transformers would fill missing weights with random numbers, and only log a warning.
     if mismatched := sorted(report["mismatched_keys"]):
         name, found, needed = mismatched[0]
         others = f" ({len(mismatched)} tensors differ)" if len(mismatched) > 1 else ""
@@ -233,10 +222,7 @@ def _check_weights(model: str, report: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(model: str, loaded: torch.nn.Module) -> None:
-    """Raise a `ModelError` that names the first weights with a value that is not a number (NaN).
-
-    Every answer that depends on them would be senseless, without an error.
-    """
+    """Raise `ModelError` for weights with NaN: answers would be senseless, without an error."""
     names, sums = [], []
     for name, tensor in loaded.named_parameters():
         if tensor.dtype in _CHECKED_DTYPES and tensor.numel() and not tensor.is_meta:
@@ -254,11 +240,7 @@ def _check_numbers(model: str, loaded: torch.nn.Module) -> None:
 def get_model_class(
     directory: str, config: PretrainedConfig, *, trust_remote_code: bool = False
 ) -> Any:
-    """Return the model class that a checkpoint's config names.
-
-    It is a class of Transformers, or with `trust_remote_code` the checkpoint's own. Raises a
-    `ModelError` if the class is not found, or if such a model is not supported.
-    """
+    """Return the model class that a config names, or raise `ModelError` if it is not supported."""
     name = (config.architectures or [""])[0]
     remote_classes = getattr(config, "auto_map", None) or {}
     references = [remote_classes[auto] for auto in _AUTO_MODELS if auto in remote_classes]
@@ -282,10 +264,7 @@ def _get_remote_class(directory: str, reference: str) -> Any:
 
 
 def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
-    """Return why a model is not supported, or None if these checks find no reason.
-
-    The reason is a phrase that follows the model's name.
-    """
+    """Return why a model is not supported, as a phrase that follows its name, or else None."""
     if is_ctc_transducer(config):
         return None
     text_config = config.get_text_config(decoder=True)
@@ -310,13 +289,10 @@ def _find_unknown_layer(text_config: PretrainedConfig) -> str | None:
 
 
 def _supports_attention(model_class: Any, config: PretrainedConfig) -> bool:
-    """Return whether a model's decoder calls Transformers' attention interface.
-
-    Some model classes don't declare it themselves, but their decoders do. The decoder is created
-    without memory for its weights to find out.
-    """
+    """Return whether a model's decoder calls Transformers' attention interface."""
     if getattr(model_class, "_supports_attention_backend", False):
         return True
+    # Some classes don't declare it, but their decoders do. On "meta" weights take no memory.
     with torch.device("meta"):
         decoder = model_class(config).get_decoder()
     return bool(getattr(decoder, "_supports_attention_backend", False))

@@ -4,9 +4,8 @@ Some models have two sets of rotary factors (rope_type "longrope"), one for shor
 sequences. Transformers chooses by the largest position of a call, and here a call is a step of many
 requests. But a request must be computed with the factors of its own length: with the short ones up
 to `long_after` tokens, and with the long ones for all its tokens when it is longer. The scheduler
-restarts a request that crosses this border.
-
-Other models can't be computed as in `generate` beyond some length. That is their context limit.
+restarts a request that crosses this border. Other models can't be computed as in `generate` beyond
+some length, which is their context limit.
 
 Invariants:
   1. Inside `choosing`, a token's factors don't depend on the positions of other tokens of the step.
@@ -34,9 +33,8 @@ RECOMPUTING = frozenset({"phi3", "phi4_multimodal", "phimoe"})
 class LongRope:
     """A switch between the short and the long rotary factors of a decoder ("longrope").
 
-    It replaces the `forward` of every rotary module with two sets of factors. `long_after` is the
-    most tokens of a request that uses the short factors, or None if the decoder has no such module.
-    Raises a `ModelError` if modules change their factors at different lengths.
+    It replaces the `forward` of every rotary module with two sets of factors. Raise `ModelError` if
+    modules change their factors at different lengths.
     """
 
     def __init__(self, decoder: torch.nn.Module) -> None:
@@ -59,10 +57,9 @@ class LongRope:
 
     @contextmanager
     def choosing(self, is_long: torch.Tensor | None) -> Iterator[None]:
-        """Make the decoder use the long rotary factors for some tokens, inside a `with`.
+        """Use the long rotary factors for tokens with a True in `is_long` [N], inside a `with`.
 
-        These are the tokens for which `is_long` [N] is True. The other tokens use the short
-        factors. With None, the model chooses the factors itself.
+        The other tokens use the short factors. With None, the model chooses the factors itself.
         """
         self._is_long = is_long
         try:
@@ -90,10 +87,7 @@ class LongRope:
 
 
 def _find_borders(module: torch.nn.Module) -> set[int]:
-    """Return the lengths in tokens beyond which a module uses its long rotary factors.
-
-    The set is empty if the module is not a rotary module with two sets of factors.
-    """
+    """Return the lengths in tokens beyond which a module uses long rotary factors, if any."""
     rope_type = getattr(module, "rope_type", None)
     if rope_type == "longrope":
         return {_get_border(module.config.rope_parameters)}  # type: ignore[union-attr]
@@ -119,11 +113,9 @@ class ContextLimit:
 def find_context_limit(
     model: PreTrainedModel, layers: Sequence[LayerSpec], long_after: int | None
 ) -> ContextLimit | None:
-    """Return the lowest limit on the length of a sequence, with its reason.
+    """Return the lowest limit on the length of a sequence, with its reason, or None without one.
 
-    Beyond such a limit, the results would differ from those of the model's own `generate`. The
-    result is None if the model has no limit. `long_after` is that of `LongRope`: the most tokens of
-    a request that uses the short rotary factors.
+    Beyond such a limit, the results would differ from those of the model's own `generate`.
     """
     text_config = model.config.get_text_config(decoder=True)
     limits = [
@@ -137,11 +129,7 @@ def find_context_limit(
 def _find_long_rope_limits(
     config: PretrainedConfig, long_after: int | None
 ) -> Iterator[ContextLimit]:
-    """Yield a limit at the length where a model changes its rotary factors.
-
-    The scheduler recomputes a sequence that crosses this length. Nothing is yielded if the model's
-    own class does so too, because then the results are the same.
-    """
+    """Yield the length at which rotary factors change, unless `generate` also recomputes there."""
     own_border = getattr(config, "original_max_position_embeddings", None)
     is_computed_again = config.model_type in RECOMPUTING and own_border == long_after
     if long_after is not None and not is_computed_again:
@@ -154,10 +142,7 @@ def _find_long_rope_limits(
 def _find_dynamic_limits(
     decoder: torch.nn.Module, text_config: PretrainedConfig
 ) -> Iterator[ContextLimit]:
-    """Yield a limit if the model's rotary factors are dynamic.
-
-    Beyond the limit they depend on the longest sequence of a step, and on earlier steps.
-    """
+    """Yield a limit if rotary factors depend on a step's longest sequence, and on earlier steps."""
     kinds = [str(getattr(module, "rope_type", "")) for module in decoder.modules()]
     if any("dynamic" in kind for kind in kinds):
         yield ContextLimit(

@@ -15,32 +15,25 @@ from sensorium.types.multimodal import MultiModalKwargsItem
 def gather_arguments(
     items: Sequence[MultiModalKwargsItem], names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the named tensors of media items, each concatenated over all items that have it.
-
-    A name that no item has is left out.
-    """
+    """Return the named tensors of media items, concatenated over the items that have them."""
     found = {name: [item[name] for item in items if name in item] for name in names}
     return {name: torch.cat(tensors) for name, tensors in found.items() if tensors}
 
 
 def get_num_parts(item: MultiModalKwargsItem) -> int:
-    """Return how many entries a media item has in an encoder's batch.
-
-    It is 1, or the number of chunks of a long sound. It is found as the smallest first dimension of
-    the item's tensors, since tensors with a larger one hold patches.
-    """
+    """Return an item's entries in an encoder's batch: 1, or the chunks of a long audio item."""
+    # Tensors with a larger first dimension hold patches.
     return min((len(tensor) for tensor in item.values() if tensor.ndim), default=0)
 
 
 def split_output(
     output: Any, num_parts: Sequence[int], num_embeds: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return the embeddings of each media item from an encoder's output.
+    """Return the embeddings of each media item from an encoder's output, or raise `RequestError`.
 
     `num_parts` are the entries of each item in the encoder's batch, and `num_embeds` the embeddings
-    that each item must have. If the output is divided into entries, the embeddings are counted for
-    each item. So a wrong number for one item raises a `RequestError`, and can't shift the
-    embeddings of the others.
+    that it must have. If the output is divided into entries, the embeddings are counted for each
+    item, so that a wrong number for one can't shift those of the others.
     """
     embeds = output.pooler_output
     if embeds is None:
@@ -64,10 +57,7 @@ def split_output(
 
 
 def check_num_embeds(found: Sequence[int], expected: Sequence[int]) -> None:
-    """Raise a `RequestError` if an encoder returned another number of embeddings than expected.
-
-    The numbers are compared in pairs, one pair for each media item or for a whole batch.
-    """
+    """Raise `RequestError` if the numbers of embeddings, per item or batch, are not as expected."""
     for num_found, num_expected in zip(found, expected, strict=True):
         if num_found != num_expected:
             raise RequestError(
@@ -77,11 +67,7 @@ def check_num_embeds(found: Sequence[int], expected: Sequence[int]) -> None:
 
 
 def collate(items: Sequence[MultiModalKwargsItem]) -> dict[str, torch.Tensor]:
-    """Concatenate the tensors of media items by name, to one batch for an encoder.
-
-    The tensors of one name must have equal shapes except for the first dimension. Raises a
-    `RequestError` if the items don't have the same names.
-    """
+    """Concatenate items' tensors by name, or raise `RequestError` if their names differ."""
     names = items[0].keys()
     for item in items:
         if item.keys() != names:

@@ -1,11 +1,9 @@
-"""Finds out from small forward passes what a decoder's layers store, and what they attend to.
-
-So the configs of single model families don't have to be interpreted.
+"""Finds what a decoder's layers store and attend to, from small runs instead of its config.
 
 Transformers composes a mask as a function of two positions, and passes it to the attention
-implementation. This module registers an implementation that calls this function for chosen
-positions. So it finds a window in whatever way the model expresses it. The result is attached to
-the mask tensor, which brings it to the layers.
+implementation. The one that is registered here calls this function for chosen positions. So it
+finds a window in whatever way the model expresses it. The result is attached to the mask tensor,
+which brings it to the layers.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 class KVProbe:
     """An `AttentionCall` that records the shapes of each layer's keys and values.
 
-    A decoder calls it instead of its own attention; it returns zeros. Layers that share keys and
-    values pass the very same tensors, so sharing is found by their addresses.
+    It returns zeros. Layers that share keys and values pass the very same tensors, so sharing is
+    found by their addresses.
     """
 
     def __init__(self) -> None:
@@ -52,11 +50,6 @@ class KVProbe:
         *,
         scaling: float | None,  # noqa: ARG002
     ) -> torch.Tensor:
-        """Record the shapes of a layer's keys and values, and return zeros as its attention output.
-
-        Raises a `ModelError` if the layer was recorded before, because a layer must attend only
-        once.
-        """
         if layer_index in self._specs:
             # Keys and values are stored by layer, so the second call would overwrite the first.
             raise ModelError(
@@ -76,7 +69,6 @@ class KVProbe:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Return the shapes of all layers that were recorded, in the order of their indices."""
         return tuple(self._specs[index] for index in sorted(self._specs))
 
 
@@ -90,28 +82,20 @@ class MaskAnswer:
 
 
 class MaskProbe:
-    """A recorder of the attention window of each layer, found from the layer's mask.
-
-    Pass it to a decoder that runs with the attention implementation `PROBE_ATTENTION`.
-    """
+    """A recorder of each layer's window, passed to a decoder that runs with `PROBE_ATTENTION`."""
 
     def __init__(self) -> None:
         self.windows: dict[int, int | None] = {}  # layer index -> its window
 
     def note(
         self,
-        module: torch.nn.Module,
-        mask: torch.Tensor | None,
+        module: torch.nn.Module,  # the attention module of the layer
+        mask: torch.Tensor | None,  # None: attention must be causal
         *,
         is_causal: bool,
         window: int | None,  # the window that the layer passes to its attention function
     ) -> None:
-        """Record the attention window of a layer, or raise an error if its mask is not supported.
-
-        `module` is the attention module of the layer. `mask` is the mask tensor that it got; with
-        None, attention must be causal. `window` is the window that the layer passes to its
-        attention function, or None. The error is a `ModelError`.
-        """
+        """Record the window of a layer, or raise a `ModelError` if its mask is not supported."""
         answer = MaskAnswer(window=window)
         if mask is not None:
             answer = getattr(
@@ -139,8 +123,8 @@ def read_mask(mask_function: MaskFunction) -> MaskAnswer:
     """Return which positions a mask function lets a token attend to.
 
     A mask function gets batch, head, query and key positions as tensors, and returns whether the
-    query attends to the key. It is called for chosen positions. If it is neither causal nor a
-    sliding window, or raises an error, the answer has a `fault`.
+    query attends to the key. If it is neither causal nor a sliding window, or raises an error, the
+    answer has a `fault`.
     """
     zero = torch.tensor(0)
 
@@ -168,11 +152,7 @@ def _read(sees: Callable[[int, int], bool]) -> MaskAnswer:
 
 
 def _find_window(sees: Callable[[int, int], bool]) -> int:
-    """Return the window of a mask: the smallest distance that a token does not attend to.
-
-    `sees(query, key)` returns whether the token at one position attends to the other. The distance
-    is found by bisection, from a token at a very high position.
-    """
+    """Return the smallest distance that a token does not attend to, by bisection from `_FAR`."""
     low, high = 0, _FAR  # the distance `low` is attended to, and `high` is not
     while high - low > 1:
         middle = (low + high) // 2
@@ -181,10 +161,7 @@ def _find_window(sees: Callable[[int, int], bool]) -> int:
 
 
 def _choose_queries(window: int | None) -> list[int]:
-    """Return token positions at which a mask is checked.
-
-    They lie at the beginning, around multiples of the window, and far away.
-    """
+    """Return positions at the beginning, around multiples of the window, and far away."""
     size = window or 1
     near = [0, 1, 2, 3, 63, 64, 1000, 4096, 8191, 8192, 99_991, _FAR - 1, _FAR]
     return [*near, *(size * factor + step for factor in (1, 2, 3) for step in (-1, 0, 1))]
@@ -203,10 +180,7 @@ def _make_probe_mask(
     device: torch.device | str = "cpu",
     **_kwargs: Any,  # versions of Transformers differ in them
 ) -> torch.Tensor:
-    """Return a mask of ones that has its `MaskAnswer` attached as an attribute.
-
-    Transformers calls this function to make the masks for `PROBE_ATTENTION`.
-    """
+    """Return a mask of ones with its `MaskAnswer` attached; Transformers calls this function."""
     mask = torch.ones(batch_size, 1, q_length, kv_length, dtype=torch.bool, device=device)
     setattr(mask, _ANSWER, read_mask(mask_function))
     return mask

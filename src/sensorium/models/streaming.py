@@ -1,8 +1,8 @@
-"""Runs models that hear a sound while it goes on, such as Voxtral-Realtime.
+"""Runs models that transcribe audio while it arrives, such as Voxtral-Realtime.
 
-Each position of the decoder has a token and 80 ms of the sound: the embedding of the sound is added
-to that of the token. The encoder only looks back, so it can go on from where it stood. What it has
-to remember of a sound is in a `AudioMemory`, whose size does not depend on the sound's length.
+Each position of the decoder has a token and 80 ms of audio: the embedding of the audio is added to
+that of the token. The encoder only looks back, so it continues from its last state, an
+`AudioMemory`. The size of that does not depend on the length of the audio.
 """
 
 from __future__ import annotations
@@ -22,27 +22,24 @@ from sensorium.types.errors import InvariantError
 
 
 class AudioMemory:
-    """What the encoder remembers of one sound: keys and values, and the last columns of its input.
-
-    The layers of the encoder have a window, so the keys and values before it are dropped.
-    """
+    """The encoder's state for one audio stream: keys, values, and the last columns of its input."""
 
     __slots__ = ("columns", "keys", "length", "values")
 
     def __init__(self) -> None:
         self.length = 0  # positions of the encoder so far
+        # The encoder's layers have a window, so the keys and values before it are dropped.
         self.keys: list[torch.Tensor] = []  # for each layer: [1, heads, kept positions, D]
         self.values: list[torch.Tensor] = []
         self.columns: dict[str, torch.Tensor] = {}  # for each convolution: [1, channels, columns]
 
     @property
     def num_kept(self) -> int:
-        """The number of positions with keys and values."""
         return self.keys[0].shape[2] if self.keys else 0
 
 
 class StreamingModel(HfModel):
-    """An adapter for models that add a part of a sound to every token."""
+    """A model that adds a part of the audio to every token."""
 
     is_streaming = True
 
@@ -57,7 +54,7 @@ class StreamingModel(HfModel):
         mm_index: torch.Tensor | None,
         mm_embeds: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the embeddings [1, N, hidden] of token ids, with those of the sounds added."""
+        """Return the embeddings [1, N, hidden] of token ids, with those of the audio added."""
         embeds = self.embedding(input_ids)
         if mm_index is not None and mm_embeds is not None:
             embeds = embeds.index_add(0, mm_index, mm_embeds.to(embeds.dtype))
@@ -65,7 +62,7 @@ class StreamingModel(HfModel):
         return embeds[None], self.make_conditions(delays)
 
     def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:
-        """Return what the decoder gets for the delay of each token, given in tokens [N]."""
+        """Return the decoder's arguments for the delay [N] of each token, in tokens."""
         if delays is None:
             return {}
         module = self._base.time_embedding
@@ -90,10 +87,10 @@ class StreamingModel(HfModel):
     def encode_parts(
         self, memories: Sequence[AudioMemory], features: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Encode the next features [bins, frames] of sounds, and return embeddings [N, hidden].
+        """Encode the next features [bins, frames] of streams, and return embeddings [N, hidden].
 
         All have the same number of frames, enough for a whole number of tokens, and memories of the
-        same number of positions. So they are one batch without padding. The memories are renewed,
+        same number of positions. So they are one batch without padding. The memories are updated,
         unless an error is raised.
         """
         cache, padding = self._join(memories)
@@ -106,7 +103,7 @@ class StreamingModel(HfModel):
             padding_cache=padding,
             use_cache=True,
             return_dict=True,
-            # Of a sound that is older than the window, the cache has fewer positions than it had.
+            # If the audio is longer than the window, the cache has fewer positions than it had.
             position_ids=starts[:, None] + torch.arange(num_new, device=self.device),
         )
         embeds: torch.Tensor = output.pooler_output
@@ -114,7 +111,7 @@ class StreamingModel(HfModel):
         return list(embeds)
 
     def _join(self, memories: Sequence[AudioMemory]) -> tuple[DynamicCache, Any]:
-        """Return Transformers' caches for the keys and values and the columns of several sounds."""
+        """Return Transformers' caches of several streams: keys, values, and columns of inputs."""
         cache = DynamicCache(config=self.config.audio_config)
         for index in range(len(memories[0].keys)):
             keys = torch.cat([memory.keys[index] for memory in memories])
@@ -130,7 +127,7 @@ class StreamingModel(HfModel):
     def _divide(
         self, memories: Sequence[AudioMemory], cache: DynamicCache, padding: Any, num_new: int
     ) -> None:
-        """Give each sound its row of the caches. A copy, so that it does not keep the others."""
+        """Give each stream its row of the caches, as a copy, so that it keeps no others alive."""
         for row, memory in enumerate(memories):
             memory.keys = [_copy_row(layer.keys, row) for layer in cache.layers]
             memory.values = [_copy_row(layer.values, row) for layer in cache.layers]

@@ -1,8 +1,7 @@
 """Loads only the encoders of a model, without the language model that reads their outputs.
 
-The decoder and the output layer are taken out of the model before any weights are loaded. So their
-weights are neither read from the files nor kept in memory. Everything else is the model's own code
-with the model's own weights.
+The decoder and the output layer are removed before weights are loaded, so theirs are neither read
+nor kept in memory. Everything else is the model's own code with its own weights.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class NoDecoder(torch.nn.Module):
 def make_towers_class(model_class: Any) -> Any:
     """Return a class of models like `model_class`, but with encoders only.
 
-    Making one of these models raises a `ModelError` if the encoders can't be separated from the
-    decoder.
+    Making one raises a `ModelError` if the encoders can't be separated from the decoder.
     """
 
     class Towers(model_class):  # type: ignore[misc]

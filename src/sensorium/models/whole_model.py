@@ -1,7 +1,7 @@
 """Runs a model as Transformers alone would: its own `generate`, its own attention, its own cache.
 
-This is the reference that an engine is compared with. The model is made to generate given tokens
-instead of choosing its own, so that both are compared on the same text at every position.
+This is the reference for the engine. The model is forced to generate given tokens, so that both are
+compared on the same text at every position.
 """
 
 from __future__ import annotations
@@ -34,13 +34,7 @@ class WholeModel:
     def score(
         self, inputs: Inputs, output_ids: Sequence[int], wanted_ids: WantedIds
     ) -> list[float]:
-        """Return the log-probabilities that the model, run without this engine, gives to tokens.
-
-        `inputs` are the prompt as the model's processor returned it, and `output_ids` are the
-        tokens that follow it. `wanted_ids` lists the tokens to score at each position, from that of
-        the second prompt token to that of the last output token. The result has one number for
-        each, in the same order.
-        """
+        """Return the log-probabilities of `wanted_ids`, in this order, for a prompt and output."""
         with self._hf_model.own_attention():
             return self._score(inputs, output_ids, wanted_ids)
 
@@ -72,7 +66,7 @@ class WholeModel:
         num_prompt_tokens = inputs["input_ids"].shape[1]
         found: list[float] = []
         for first in range(0, num_prompt_tokens - 1, _MAX_ROWS):
-            # The adapter's logits equal the model's own, as was checked when it was loaded.
+            # The wrapper's logits equal the model's own, as was checked when it was loaded.
             last = min(first + _MAX_ROWS, num_prompt_tokens - 1)
             found += _pick(self._hf_model.logits(hidden[first:last]), wanted_ids[first:last])
         return found + _pick(logits.float(), wanted_ids[num_prompt_tokens - 1 :])
@@ -80,11 +74,7 @@ class WholeModel:
     def _generate(
         self, inputs: Inputs, output_ids: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the prompt's hidden states [P, width] and the logits [n, vocab] of the output.
-
-        The model's own `generate` runs on the prompt in `inputs`, and is forced to choose the n
-        tokens `output_ids`.
-        """
+        """Return the prompt's hidden states [P, width] and the output's logits [n, vocab]."""
         hf_model, states = self._hf_model, []
         hf_model.forget_positions()
         model = hf_model.model
@@ -134,10 +124,7 @@ def _pick(logits: torch.Tensor, wanted_ids: WantedIds) -> list[float]:
 
 @contextmanager
 def _disturb(embedding: Any) -> Iterator[None]:
-    """Change the outputs of an embedding layer by about one rounding error, inside a `with`.
-
-    Each number is made a little larger or smaller at random, the same way each time.
-    """
+    """Make an embedding's outputs off by about one rounding, always the same, in a `with`."""
     generator = torch.Generator().manual_seed(0)
 
     def change(_module: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:

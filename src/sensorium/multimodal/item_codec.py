@@ -1,14 +1,12 @@
 """Processed items as bytes, and back: between the processes of a server, and over the network.
 
-Between processes an item is one block of bytes and a header that describes its tensors: in a pipe,
-in a message or in shared memory. They are decoded without a copy.
+Between processes an item is a header and one block of bytes, decoded without a copy. Over the
+network it is one msgpack map: `{"tensors": {name: {"dtype": "float32", "shape": [...], "data":
+bytes}}, "layout": {"text": ..., "token_id": ..., "num_embeds": ...} | null}`. Embeddings that a
+client has computed come in the same form, as one tensor.
 
-Over the network an item is one msgpack map: `{"tensors": {name: {"dtype": "float32", "shape":
-[...], "data": bytes}}, "layout": {"text": ..., "token_id": ..., "num_embeds": ...} | null}`.
-Embeddings that a client has computed come in the same form, as one tensor.
-
-Nothing here is pickle. What comes from elsewhere is checked against its own bytes before anything
-is allocated for it. Whether it fits the model is checked by `item_spec`.
+Nothing here is pickled. Received data is checked against its own bytes before anything is allocated
+for it. Whether it fits the model is checked by `item_spec`.
 """
 
 from __future__ import annotations
@@ -71,10 +69,10 @@ _item_decoder = msgspec.msgpack.Decoder(_WireItem)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedEmbeds:
-    """The encoder output for one media item, which a client computed and sent instead of the item.
+    """The encoder output for one media item, which a client sent instead of the item.
 
-    Raise `RequestError` on creation unless the tensor is a dense matrix of floating-point numbers
-    with at most `MAX_EMBEDS` rows. Whether the model accepts such embeddings is checked elsewhere.
+    Raise `RequestError` on creation unless the tensor is dense, of floating-point numbers, and has
+    1 to `MAX_EMBEDS` rows. Whether the model accepts such embeddings is checked elsewhere.
     """
 
     tensor: torch.Tensor  # [num_embeds, width], floating-point numbers
@@ -96,18 +94,14 @@ class PrecomputedEmbeds:
 
 
 def get_num_bytes(kwargs: MultiModalKwargsItem) -> int:
-    """Return how many bytes the tensors of a media item take in one block of memory.
-
-    The bytes of each tensor are padded to a multiple of `ALIGNMENT`.
-    """
+    """Return the bytes of a media item's block, each tensor padded to a multiple of `ALIGNMENT`."""
     return sum(_align(tensor.nbytes) for tensor in kwargs.values())
 
 
 def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
-    """Return a header in msgpack that describes the tensors in the block of a media item.
+    """Return a msgpack header with name, dtype, shape and byte offset of each tensor in a block.
 
-    The header has the name, the dtype, the shape and the offset in bytes of each tensor. Raise
-    `RequestError` if the codec does not support the dtype of a tensor.
+    Raise `RequestError` if the codec does not support the dtype of a tensor.
     """
     specs = []
     offset = 0
@@ -123,11 +117,7 @@ def encode_header(kwargs: MultiModalKwargsItem) -> bytes:
 
 
 def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
-    """Copy the tensors of a media item into a block of memory, which must be writable.
-
-    The block has `get_num_bytes(kwargs)` bytes. Each tensor starts at the offset that
-    `encode_header` gives for it.
-    """
+    """Copy the tensors of an item into a writable block of `get_num_bytes(kwargs)` bytes."""
     offset = 0
     for tensor in kwargs.values():
         if tensor.nbytes:
@@ -137,10 +127,9 @@ def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
 
 
 def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """Return the bytes of a media item's block as buffers that are to be written one after another.
+    """Return the content of a media item's block, as buffers to write one after another.
 
-    Together they equal the block that `write_block` fills. Tensors that are contiguous and in host
-    memory are not copied.
+    Tensors that are contiguous and in host memory are not copied.
     """
     buffers = []
     for tensor in kwargs.values():
@@ -151,35 +140,27 @@ def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a tensor as a one-dimensional tensor of bytes (uint8) on the host.
-
-    The result is a view of the tensor if that is contiguous and on the host, and a copy otherwise.
-    """
+    """Return a tensor's bytes (flat uint8) on the host, as a view if it is contiguous there."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def decode_block(header: bytes, block: memoryview) -> Mapping[str, torch.Tensor]:
     """Return the tensors that a header describes, by name, as views of a writable block of memory.
 
-    Raise `RequestError` if the header can't be decoded, or if it places a tensor outside of the
-    block.
+    Raise `RequestError` if the header can't be decoded, or places a tensor outside of the block.
     """
     return {spec.name: _decode_tensor(spec, block) for spec in _decode_header(header)}
 
 
 def as_frames(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """Return the bytes of each tensor as one flat buffer, in the order of `kwargs`.
-
-    Tensors that are contiguous and in host memory are not copied.
-    """
+    """Return each tensor's bytes as a flat buffer; contiguous ones on the host are not copied."""
     return [as_bytes(tensor).numpy().data for tensor in kwargs.values()]
 
 
 def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors that a header describes, by name, as views of writable buffers (frames).
+    """Return the tensors that a header describes, by name, as views of one writable buffer each.
 
-    There is one frame for each tensor, in the order of the header. Raise `RequestError` if the
-    header can't be decoded or does not fit the frames.
+    Raise `RequestError` if the header can't be decoded or does not fit the frames.
     """
     specs = _decode_header(header)
     if len(specs) != len(frames):
@@ -193,10 +174,7 @@ def decode_frames(header: bytes, frames: Sequence[memoryview]) -> Mapping[str, t
 
 
 def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> bytes:
-    """Return a processed media item in msgpack, as it is sent over the network.
-
-    `layout` describes the text that replaces the item's marker in a prompt. It may be None.
-    """
+    """Return a processed media item in msgpack, as it is sent over the network."""
     tensors = {
         name: _WireTensor(_name_dtype(tensor), tuple(tensor.shape), as_bytes(tensor).numpy().data)
         for name, tensor in kwargs.items()
@@ -205,10 +183,10 @@ def encode_item(kwargs: MultiModalKwargsItem, layout: ItemLayout | None) -> byte
 
 
 def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLayout | None]:
-    """Return the tensors and the layout of a processed media item that came over the network.
+    """Return the tensors and the layout of a media item that was received over the network.
 
-    The tensors are copies, and contain only finite numbers. The layout is None if the sender gave
-    none. Raise `RequestError` if `data` is not a processed item in msgpack.
+    The tensors are copies of finite numbers. The layout is None if the sender gave none. Raise
+    `RequestError` if `data` is not a processed item in msgpack.
     """
     item = _decode_wire(data, "the data is not a processed media item in msgpack")
     if len(item.tensors) > _MAX_TENSORS:
@@ -223,11 +201,7 @@ def decode_item(data: bytes | memoryview) -> tuple[MultiModalKwargsItem, ItemLay
 
 
 def decode_embeds(encoded: bytes) -> PrecomputedEmbeds:
-    """Return the embeddings that a client has computed and sent in msgpack.
-
-    The message must be `{"tensors": {"embeds": ...}}` with one tensor of shape `[num_embeds,
-    width]`. Raise `RequestError` if it is anything else.
-    """
+    """Return a client's embeddings, or raise `RequestError` if the msgpack is not one matrix."""
     item = _decode_wire(encoded, "embeddings can't be decoded: they must be msgpack")
     if item.tensors.keys() != {PRECOMPUTED}:
         raise RequestError(f"embeddings must be one tensor of the name {PRECOMPUTED!r}")
@@ -273,11 +247,7 @@ def _decode_header(header: bytes) -> tuple[_TensorSpec, ...]:
 
 
 def _decode_tensor(spec: _TensorSpec, block: memoryview) -> torch.Tensor:
-    """Return one tensor as a view of a writable block of memory.
-
-    Raise `RequestError` if the dtype or the shape is not supported, or if the tensor is not inside
-    the block at an aligned offset.
-    """
+    """Return a tensor as a view of a writable block; raise `RequestError` if it is not inside."""
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
         raise RequestError(

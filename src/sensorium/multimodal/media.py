@@ -20,15 +20,15 @@ class MediaBytes:
     """The bytes of one encoded media file, such as a PNG, and their digest once it is computed."""
 
     data: bytes
-    # Computed by the hasher when it is first needed. A cache of these bytes keeps the digest, too.
+    # Computed by the hasher when it is first needed. A cache of these bytes also keeps the digest.
     digest: str | None = field(default=None, repr=False)
 
 
 class DeferredBytes(MediaBytes):
-    """The bytes of one encoded media file that are elsewhere, and are loaded when they are needed.
+    """The bytes of a media file that are elsewhere, and are loaded when they are first needed.
 
-    The digest is known, so that an item that a cache has is never loaded. `load` is called at most
-    once, in the thread that first needs the bytes, and may raise a `RequestError`.
+    The digest is known, so that an item in a cache is never loaded. `load` runs in the thread that
+    first needs the bytes, and may raise a `RequestError`.
     """
 
     __slots__ = ("_load", "_loaded", "_lock")
@@ -89,7 +89,7 @@ class ProcessingOptions:
     media_io_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     cache_salt: str | None = None  # items of different salts share nothing
     uuid_scope: str | None = None  # digest of the client: others may use the same uuids
-    is_decoded_only: bool = False  # of sounds: their samples are wanted, not the model's inputs
+    is_decoded_only: bool = False  # of audio: its samples are wanted, not the model's inputs
 
 
 _MEBIBYTE = 2**20
@@ -102,10 +102,7 @@ _deadline = partial(option, above=0, most=_MAX_DEADLINE_S, metavar="SECONDS", co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLimits:
-    """The limits on the size and the work of a media item, and on where it may come from.
-
-    By default, local files and private network addresses are refused.
-    """
+    """The limits on a media item's size and work, and on where it may come from."""
 
     max_bytes: int = _count(
         256 * _MEBIBYTE,
@@ -135,7 +132,7 @@ class MediaLimits:
         "video with more is refused. The command line takes megapixels.",
     )
     max_duration_s: float = option(
-        4 * 3600.0, above=0, most=math.inf, help="The length of a sound or a video, in seconds."
+        4 * 3600.0, above=0, most=math.inf, help="The length of audio or a video, in seconds."
     )
     deadline_s: float = _deadline(
         30.0,
@@ -183,16 +180,9 @@ class MediaLimits:
 
     @property
     def flight_timeout_s(self) -> float:
-        """Return the longest time, in seconds, that the processing of one media item may take.
-
-        This allows for two attempts, each with its wait for a worker process, because an item is
-        tried once more if its worker ends.
-        """
+        """Return the seconds of two attempts: an item is tried again if its worker ends."""
         return 2 * (self.process_wait_s + self.process_deadline_s)
 
     def get_request_deadline_s(self) -> float:
-        """Return the seconds in which all media of one request must have been fetched.
-
-        Unless `request_deadline_s` is set, that is twice the deadline of one item.
-        """
+        """Return the seconds for fetching a request's media, by default twice one item's."""
         return 2 * self.deadline_s if self.request_deadline_s is None else self.request_deadline_s

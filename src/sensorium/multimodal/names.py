@@ -1,17 +1,17 @@
 """The names of media: hashes of its content, and uuids that clients give.
 
-Equal hashes mean equal source, processing options and processor. A hash is made in two steps. The
-source (a file's bytes, or an array that was given in process) is digested before anything is
-decoded. The digest is digested again with all that the result of processing depends on. So one
-source has as many hashes as it has ways to be processed, and is read once.
+Equal hashes mean equal source, processing options and processor. The source (a file's bytes, or an
+array that was given in process) is digested before anything is decoded, and that digest is digested
+again with all that the result of processing depends on. So a source with several hashes is read
+once.
 
 Every value is framed by its type and length and mappings are sorted, so that no two different
 inputs give the same bytes. Types without a canonical form are refused. Hashes are 256 bits of any
 algorithm. The algorithm and the version of this format are part of them.
 
 A uuid is a promise of the client, not an identity. It is bound to the source that it first came
-with, and only within its scope: the uuids of one client neither serve nor block another. The least
-recently used binding is forgotten first.
+with, and only within its scope: the uuids of one client do not affect another. The least recently
+used binding is dropped first.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ _STRIP_PIXELS = 2**18  # of a PIL image at a time: its memory can't be read in p
 
 
 class MediaHasher:
-    """A maker of hashes that identify media items by their content and how they are processed.
-
-    `algorithm` is one of `HASH_ALGORITHMS`. `model_revision` and `processor_fingerprint` are part
-    of every hash that `name_item` returns, so different models never share a processed item.
-    """
+    """A maker of hashes that identify media items by their content and how they are processed."""
 
     def __init__(
         self,
@@ -59,14 +55,14 @@ class MediaHasher:
     ) -> None:
         self._new = _get_constructor(algorithm)
         self._tag = _VERSION + b"/" + algorithm.encode()
+        # In every hash of `name_item`, so that different models never share a processed item.
         self._context = self._digest("context", [model_revision, processor_fingerprint])
 
     def digest_source(self, media: object) -> str:
         """Return the digest of a media source as it was given, before anything is decoded.
 
-        `media` is a `MediaBytes`, a `PrecomputedEmbeds`, or decoded media such as an image, an
-        array or a tensor. The digest of a `MediaBytes` is stored in that object and computed only
-        once. The digest of embeddings never equals that of other media with the same numbers.
+        The digest of a `MediaBytes` is stored in that object and computed once. Embeddings never
+        have the digest of other media with the same numbers.
         """
         if isinstance(media, PrecomputedEmbeds):
             return self._digest("embeds", media.tensor)
@@ -87,28 +83,19 @@ class MediaHasher:
     ) -> str:
         """Return the `mm_hash` of a media item, which is its key in the caches of processed items.
 
-        Two items have the same `mm_hash` only if all arguments are equal, so items with different
-        salts are never shared. `decode_options` is None for media that the caller gave in decoded
-        form.
+        Items with different salts share none. `decode_options` is None for media that came decoded.
         """
         parts = [self._context, source_digest, modality, decode_options, processor_kwargs]
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Return the `mm_hash` for a media item that a client sent under a hash of its own.
-
-        The result depends on the client's hash (`mm_hash`) and on the salt, and never equals a hash
-        of `name_item`.
-        """
+        """Return the `mm_hash` for a hash of a client's own, never equal to one of `name_item`."""
         return self._digest("external", [mm_hash, cache_salt])
 
     def name_uuid(
         self, uuid: str, modality: str, cache_salt: str | None, client: str | None = None
     ) -> str:
-        """Return the key under which the shared store records what a client's uuid refers to.
-
-        `client` is a digest of the client's API key, or None for a client without a key.
-        """
+        """Return a uuid's key in the shared store; `client` is a digest of an API key."""
         clients = [] if client is None else [client]
         return self._digest("uuid", [uuid, modality, cache_salt, *clients])
 
@@ -122,11 +109,7 @@ class MediaHasher:
 
 
 def choose_algorithm(machine: str) -> str:
-    """Return the hash algorithm that is fastest for files on a machine type such as "x86_64".
-
-    That is "blake3" on x86-64 if its package is installed, and "sha256" otherwise. The measurements
-    are in docs/adr/0008-identity.md.
-    """
+    """Return the fastest hash algorithm for files on a machine such as "x86_64" (see ADR 8)."""
     has_blake3 = importlib.util.find_spec("blake3") is not None
     return "blake3" if machine in ("x86_64", "AMD64") and has_blake3 else "sha256"
 
@@ -228,10 +211,7 @@ _DIGEST, _IS_ENCODED = "digest", "is_encoded"  # tensors of a binding in a store
 
 
 class UuidScope(NamedTuple):
-    """The scope in which a client's uuid identifies one media source.
-
-    The same uuid may stand for another source in another scope.
-    """
+    """The scope in which a client's uuid identifies one media source."""
 
     client: str | None = None  # digest of an API key; None: all clients without a key
     cache_salt: str | None = None  # of the request
@@ -249,22 +229,14 @@ class BoundSource:
 
 
 class UuidBindings:
-    """A table that records which media source each uuid of a client refers to.
-
-    A uuid is bound to the source that it was first used with. The table belongs to one process, and
-    several threads may use it. When it is full, the least recently used binding is dropped.
-    """
+    """A thread-safe table of one process: which media source each uuid was first used with."""
 
     def __init__(self, max_entries: int = 65_536) -> None:
         self._sources: LruCache[_Key, BoundSource] = LruCache(max_entries)
         self._lock = Lock()  # between a check and its binding
 
     def get(self, uuid: str, *, modality: str, scope: UuidScope) -> BoundSource | None:
-        """Return the media source that the uuid is bound to, or None if it is not bound.
-
-        A uuid is bound to the source that it was first used with. The binding becomes the most
-        recently used.
-        """
+        """Return the source of the uuid, or None; it becomes the most recently used one."""
         return self._sources.get((scope, modality, uuid))
 
     def check(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
@@ -275,8 +247,8 @@ class UuidBindings:
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
         """Bind the uuid to a media source, so that a later request may send the uuid alone.
 
-        Raise `RequestError` if the uuid is bound to another source in this scope. Call this only
-        after the source was processed, so that a damaged file does not occupy a uuid.
+        Raise `RequestError` if it has another source in this scope. Call this only after the source
+        was processed, so that a damaged file does not occupy a uuid.
         """
         key = scope, modality, uuid
         with self._lock:
@@ -306,9 +278,8 @@ def check_uuid(uuid: object) -> str | None:
 class SharedUuidBindings(UuidBindings):
     """A table of uuid bindings that all frontend processes share.
 
-    Each binding is a small item in the shared-memory store, and the first frontend that stores it
-    has bound the uuid. The store may evict a binding like any other item. A binding that this
-    process has made is also kept in its own memory, and is read from there.
+    Each binding is a small item in the shared-memory store, which may evict it. The first frontend
+    that stores it has bound the uuid. A process also keeps the bindings that it has made.
     """
 
     def __init__(self, store: ShmStore, hasher: MediaHasher) -> None:

@@ -51,13 +51,10 @@ _Result = FinishedItem | None  # None: the item is in the cache already
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedItem:
-    """A media item that is ready for the engine core, and what is needed to process it again.
+    """A media item that is ready for the engine core, and what is needed to process it again."""
 
-    `handle` is a reference that keeps the processed item in the cache until it is released. The
-    other fields are used if the engine core has lost the tensors.
-    """
-
-    handle: ItemHandle
+    handle: ItemHandle  # keeps the processed item in the cache until it is released
+    # The other fields are used if the engine core has lost the tensors.
     path: FieldPath  # the place of the item in its prompt, for errors
     origin: MediaItem | None = None  # the item as the caller gave it
     options: ProcessingOptions = field(default_factory=ProcessingOptions)
@@ -69,7 +66,7 @@ class CachedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlinedItem:
-    """What is known of a media item before it is decoded: its source, its name, its layout."""
+    """A media item before it is decoded: its source, its name, and its layout if that is known."""
 
     item: MediaItem  # with its source, unless that is wanted only where its uuid is unknown
     mm_hash: str = ""  # empty if the source is not known
@@ -96,14 +93,13 @@ class MediaPipeline:
     check_stored: Callable[[ItemJob, ProcessedItem], None] = lambda *_: None  # raises for nonsense
     takes_encoded: bool = False  # the requests go to an engine that takes encoder outputs of a tier
     own_backend: ItemBackend | None = None  # the engine's own, if `backend` gives items away
-    apart_timeout_s: float = 0.0  # how long an item may be away before `own_backend` gets it
+    remote_timeout_s: float = 0.0  # how long an item may be away before `own_backend` gets it
     flights: SingleFlight[str, _Result] = field(default_factory=SingleFlight)
 
     def for_warmup(self) -> MediaPipeline:
         """Return a pipeline that processes items the same way, with a cache and uuids of its own.
 
-        The items that it processes are not kept, and do not change this pipeline's cache, uuids or
-        counts. No item is given to an encoder apart. The caller must close its `loader`.
+        It changes nothing here, and uses no remote encoder. The caller must close its `loader`.
         """
         return MediaPipeline(
             cache=ItemTable(0),
@@ -122,14 +118,12 @@ class MediaPipeline:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[list[CachedItem]]:
-        """Process the media items that the cache does not have, and return all items in order.
+        """Return all items in order, and process those that the cache does not have.
 
         This generator pauses while sources are fetched (see `utils.pausing`). The caller must
-        `release` the returned items. After an error nothing is held.
-
-        If `cancelled` completes, the result is no longer wanted and the work is given up. If
-        `needs_tensors` is False, an item that is not in the cache may be returned without tensors,
-        with only the layout (the text that replaces its marker in the prompt).
+        `release` the items. After an error nothing is held. If `cancelled` completes, the work is
+        given up. If `needs_tensors` is False, an item that is not in the cache may come with only
+        its layout.
         """
         calls = [
             _ItemCall(self, item, options, cancelled, needs_tensors=needs_tensors) for item in items
@@ -155,7 +149,7 @@ class MediaPipeline:
         """Load and name the media items, and lay out those with a header that is enough for that.
 
         Nothing is decoded, and no cache is read. An item that may be known by its uuid elsewhere is
-        not loaded. This generator pauses while sources are fetched.
+        not loaded.
         """
         calls = [_ItemCall(self, item, options, cancelled, needs_tensors=False) for item in items]
         yield from self._load([call for call in calls if call.needs_outline], cancelled)
@@ -168,10 +162,7 @@ class MediaPipeline:
     def identify_pausing(
         self, item: MediaItem, *, cancelled: Future[None] | None = None
     ) -> Pausing[tuple[MediaItem, str]]:
-        """Load the source of a media item, and return the item with it, and the source's digest.
-
-        Nothing is decoded and no cache is read. This generator pauses while the source is fetched.
-        """
+        """Return the item with its source loaded, and the source's digest; nothing is decoded."""
         call = _ItemCall(self, item, ProcessingOptions(), cancelled, needs_tensors=True)
         if call.needs_source:
             yield from self._load([call], cancelled)
@@ -181,10 +172,7 @@ class MediaPipeline:
             return replace(item, media=call.source), self.hasher.digest_source(call.source)
 
     def release(self, items: Iterable[CachedItem]) -> None:
-        """Release the handles of the items, so that the cache may evict what no other request uses.
-
-        Each item must be released exactly once.
-        """
+        """Release each item's handle, exactly once, so that the cache may evict the item."""
         self.cache.release([item.handle for item in items if not item.is_layout_only])
 
     def process_again(self, item: CachedItem) -> CachedItem:
@@ -218,10 +206,7 @@ class MediaPipeline:
         )
 
     def load_stored(self, job: ItemJob, times: StageTimes) -> Flight | None:
-        """Return the processed media item from a tier as a finished flight, or None without one.
-
-        The time that the look took is added to `times`, whether it was found or not.
-        """
+        """Return an item of a tier as a finished flight, or None; the time is added to `times`."""
         if self.tiers is None:
             return None
         with times.measure("load"):
@@ -260,11 +245,7 @@ def _run(stage: Callable[[_ItemCall], None], calls: Sequence[_ItemCall]) -> None
 
 
 class _ItemCall:
-    """The state of one media item on its way through the stages of the pipeline.
-
-    The item is recognised by its uuid, or its source is loaded and hashed. Then the item is found
-    in the cache, or it is processed.
-    """
+    """The stages of one item: found by its uuid, or loaded and hashed, looked up, processed."""
 
     def __init__(
         self,
@@ -321,8 +302,7 @@ class _ItemCall:
     def recognise(self) -> None:
         """Look up the media item by its uuid, so that it need not be fetched if the cache has it.
 
-        Raise `MissingMediaError` if the client sent only a uuid, and the cache does not have the
-        item.
+        Raise `MissingMediaError` if the client sent only a uuid, and the cache has no such item.
         """
         item, pipeline = self.item, self._pipeline
         if item.uuid is not None and (item.media is None or item.is_remote):
@@ -340,10 +320,7 @@ class _ItemCall:
             )
 
     def start(self) -> None:
-        """Hash the source of the media item, and begin to process it if the cache does not have it.
-
-        Do nothing if the item was already found by its uuid.
-        """
+        """Hash the source, and begin to process the item if the cache does not have it."""
         if self._handle is not None:
             return
         pipeline, item = self._pipeline, self.item
@@ -363,11 +340,7 @@ class _ItemCall:
             self._join()
 
     def _lay_out(self, layouts: SizeLayouts, job: ItemJob) -> None:
-        """Compute only the layout of the media item, if that is possible without its tensors.
-
-        The layout is the text that replaces the item's marker in the prompt. If it can't be
-        computed, nothing changes.
-        """
+        """Compute only the layout of the media item, if that is possible without its tensors."""
         layout = layouts.get(job, self.source, cancelled=self._cancelled)
         if layout is not None:
             self._is_layout_only = True
@@ -414,8 +387,7 @@ class _ItemCall:
     def finish(self) -> None:
         """Wait until the media item is processed, and get a handle on it for this request.
 
-        Raise `CapacityError` if the item is evicted from the cache each time before this request
-        can use it.
+        Raise `CapacityError` if it is evicted each time before this request can use it.
         """
         for attempt in range(1 + _MAX_RETRIES):
             if attempt:
@@ -433,14 +405,14 @@ class _ItemCall:
     def _take(self, waiter: Waiter[str, _Result]) -> None:
         """Wait for the processing of the media item, and put the result into the cache.
 
-        Several requests may wait for the same processing (a flight). This request leaves the flight
-        only when the item is in the cache, so that a later request finds one of the two.
+        The flight is left only when the cache has the item, so that a later request finds one of
+        the two.
         """
         pipeline, mm_hash = self._pipeline, self._get_job().mm_hash
         began = time.monotonic()
         try:
             # A flight has a deadline of its own, but it may be started again.
-            timeout_s = pipeline.limits.flight_timeout_s + pipeline.apart_timeout_s
+            timeout_s = pipeline.limits.flight_timeout_s + pipeline.remote_timeout_s
             finished = waiter.result(timeout_s=timeout_s, cancelled=self._cancelled)
         except TimeoutError as error:  # the cause is not known here
             raise CapacityError(
@@ -462,17 +434,17 @@ class _ItemCall:
         self._waiter = None
 
     def bind(self) -> None:
-        """Bind the media item's uuid to its source, so that a later request may send only the uuid.
+        """Bind the item's uuid to its source, so that a later request may send only the uuid.
 
-        If only the layout was computed, the source was not decoded and may be damaged. Then the
-        uuid is not bound.
+        It is not bound if only the layout was computed: the source was not decoded, and may be
+        damaged.
         """
         item, uuids = self.item, self._pipeline.uuids
         if item.uuid is not None and self._bound is not None and not self._is_layout_only:
             uuids.bind(item.uuid, self._bound, modality=item.modality, scope=self._scope)
 
     def undo(self) -> None:
-        """Release the handle and stop waiting for the processing, after an error in the request."""
+        """Release the handle and leave the flight, after an error in the request."""
         if self._waiter is not None:
             self._waiter.leave()
         if self._handle is not None and not self._is_layout_only:

@@ -4,17 +4,17 @@ Text is expanded as text and tokenised once, because tokens may merge across the
 replacement. In a prompt of token ids, the markers are replaced token by token, because its caller
 has decided where the borders are.
 
-Texts that can't fit into the context are refused before they are tokenised whole. Tokenising takes
-microseconds and hundreds of bytes for each character, so there are two bounds:
+Texts that can't fit into the context are refused before they are tokenised whole, because that
+takes microseconds and hundreds of bytes for each character:
   1. A text can't fit if it has more characters than the context has tokens, times the length of the
      longest token.
   2. A text that is shorter, but long, is counted in pieces, until they have more tokens than the
      context holds. So a refusal takes no more work than a prompt that fills the context.
 
 A text that would fit is not refused. A tokenizer may drop characters (spaces, accents, unknown
-ones), so the first bound takes the longest token for at least `_MIN_LONGEST_TOKEN` characters. A
-cut may change the tokens beside it, so the count leaves out `_TOKENS_AT_CUTS` of each piece: a word
-of 100 characters that a vocabulary lacks is one token as a whole, and up to 100 in pieces.
+ones), so the first bound assumes a longest token of at least `_MIN_LONGEST_TOKEN` characters. A cut
+may change the tokens next to it, so the count leaves out `_TOKENS_AT_CUTS` of each piece: a word of
+100 characters that a vocabulary lacks is one token as a whole, and up to 100 in pieces.
 """
 
 from __future__ import annotations
@@ -41,19 +41,13 @@ _TOKENS_AT_CUTS = 128
 
 
 class TextLength:
-    """A check that refuses texts with too many tokens without tokenising them as a whole.
-
-    It serves one tokenizer, and is safe to use from several threads.
-    """
+    """A thread-safe check that refuses texts with too many tokens without tokenising them whole."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def check(self, text: str, max_tokens: int) -> None:
-        """Raise a `RequestError` if the text certainly has more than `max_tokens` tokens.
-
-        A text that passes this check may still have too many.
-        """
+        """Raise a `RequestError` if the text certainly has more than `max_tokens` tokens."""
         if len(text) <= max(_SHORT_CHARACTERS, _LIKELY_CHARACTERS * max_tokens):
             return
         check_unicode(text)
@@ -68,12 +62,11 @@ class TextLength:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Return the length of the longest token in the vocabulary, in characters.
+        """Return the characters of the vocabulary's longest token, at least `_MIN_LONGEST_TOKEN`.
 
-        The length is at least `_MIN_LONGEST_TOKEN`. A byte-level vocabulary writes one character
-        for each byte, and every character of a text has at least one byte, so the length is never
-        too small. It is computed for the first long text, because reading a vocabulary takes a
-        tenth of a second.
+        It is never too small: a byte-level vocabulary writes one character for each byte, and every
+        character of a text has at least one byte. It is computed for the first long text, because
+        reading a vocabulary takes a tenth of a second.
         """
         lengths = map(len, self._tokenizer.get_vocab())
         return max(_MIN_LONGEST_TOKEN, max(lengths, default=0))
@@ -104,10 +97,7 @@ def check_unicode(text: str) -> None:
 
 
 class LaidOutItem(Protocol):
-    """The attributes of a media item that are needed to put it into a prompt.
-
-    The text of `layout` replaces the item's marker (a placeholder such as `<image>`).
-    """
+    """The attributes of a media item that are needed to put it into a prompt."""
 
     @property
     def modality(self) -> str: ...
@@ -131,18 +121,16 @@ def expand_text(
     add_special_tokens: bool = True,
     check_length: Callable[[str], None] = check_unicode,
 ) -> ExpandedPrompt:
-    """Replace the media markers in the text of a prompt, tokenise it, and locate the media items.
+    """Replace the markers in the text of a prompt, tokenise it, and locate the media items.
 
-    A marker is a placeholder such as `<image>`. The n-th marker of a modality stands for the n-th
-    item of that modality. Return the token ids, and for each item its modality, its hash and its
-    range of tokens. `check_length` gets the text with its markers replaced, and raises a
-    `RequestError` if that is too long to be tokenised.
+    The n-th marker of a modality stands for the n-th item of that modality. `check_length` gets the
+    expanded text, and raises a `RequestError` if that is too long to be tokenised.
     """
     check_unicode(text)
-    if processor.beside is not None:
+    if processor.outside_audio is not None:
         check_length(text)
         token_ids = tokenize_fragment(processor.tokenizer, text)
-        return _place_outside(processor.beside, token_ids, items)
+        return _place_outside(processor.outside_audio, token_ids, items)
     expanded, spans = _replace_markers(processor, text, items)
     check_length(expanded)
     token_ids, find_token = tokenize(
@@ -166,12 +154,10 @@ def expand_token_ids(
 ) -> ExpandedPrompt:
     """Replace the marker tokens in a prompt of token ids, and locate the media items.
 
-    A marker is a placeholder token, and there is one for each item. Return the token ids, and for
-    each item its modality, its hash and its range of tokens. Raise a `RequestError` if the prompt
-    has more than `max_tokens` tokens after a replacement. None means no limit.
+    Raise a `RequestError` if that gives more than `max_tokens` tokens. None means no limit.
     """
-    if processor.beside is not None:
-        return _place_outside(processor.beside, token_ids, items)
+    if processor.outside_audio is not None:
+        return _place_outside(processor.outside_audio, token_ids, items)
     modality_of = {
         processor.tokenizer.convert_tokens_to_ids(marker): modality
         for modality, marker in processor.markers.items()
@@ -201,9 +187,8 @@ def place_items(
 ) -> list[MultiModalFeatureSpec]:
     """Return the media items of a prompt that another process has expanded, at their positions.
 
-    `positions` has a modality and a range of tokens for each item, in the order of the prompt. The
-    n-th position of a modality belongs to the n-th item of that modality. Raise an `InvariantError`
-    if an item does not fit, because then the two processes work differently.
+    The n-th position of a modality belongs to the n-th item of that modality. Raise an
+    `InvariantError` if an item does not fit, because then the two processes work differently.
     """
     queues = {name: iter([i for i in items if i.modality == name]) for name, _ in positions}
     features = []
@@ -228,21 +213,22 @@ def place_items(
 def _place_outside(
     audios: AudioProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
 ) -> ExpandedPrompt:
-    """Return the prompt of a model that attends to a sound beside its prompt, and the sound.
+    """Return the prompt of a model that attends to audio outside its prompt, and that audio.
 
-    A prompt without tokens gets those with which the decoder begins. The sound's positions are no
-    positions of the prompt. They are counted from 0.
+    A prompt without tokens gets those with which the decoder begins. The positions of the audio are
+    no positions of the prompt, and count from 0.
     """
     if len(items) != 1:
         raise RequestError(
-            f"this model needs exactly one sound beside its prompt, but {len(items)} came with it"
+            f"this model needs exactly one audio item in addition to its prompt, but {len(items)} "
+            "came with it"
         )
     num_positions = _get_layout(items[0]).num_embeds
     if num_positions > audios.max_positions:
         raise RequestError(
-            f"the sound has {num_positions} positions, and a prompt of this model takes at most "
+            f"the audio has {num_positions} positions, and a prompt of this model takes at most "
             f"{audios.max_positions}: send it in pieces, or let it be transcribed, which takes "
-            "sounds of any length"
+            "audio of any length"
         )
     feature = MultiModalFeatureSpec(
         modality=items[0].modality,
@@ -256,11 +242,7 @@ def _place_outside(
 def _replace_markers(
     processor: MultiModalProcessor, text: str, items: Sequence[LaidOutItem]
 ) -> tuple[str, list[_Span]]:
-    """Replace the media markers in a text, and return it with the range of each media item.
-
-    A marker is a placeholder such as `<image>`. A range counts characters of the returned text, and
-    its end is exclusive.
-    """
+    """Return a text with its markers replaced, and the range of characters of each item."""
     modality_of = {marker: modality for modality, marker in processor.markers.items()}
     pattern = "|".join(f"({re.escape(marker)})" for marker in modality_of) or "(?!)"
     pieces = [piece for piece in re.split(pattern, text) if piece]
@@ -279,10 +261,9 @@ def _replace_markers(
 def _make_queues(
     processor: MultiModalProcessor, found: Sequence[str], items: Sequence[LaidOutItem]
 ) -> dict[str, Iterator[LaidOutItem]]:
-    """Return an iterator over the media items of each modality, in their order.
+    """Return an iterator over the items of each modality; `found` are the markers' modalities.
 
-    `found` has the modality of each marker in the prompt. Raise a `RequestError` unless each
-    modality has as many items as markers.
+    Raise a `RequestError` unless each modality has as many items as markers.
     """
     queues = {}
     for modality in processor.modalities:

@@ -1,4 +1,4 @@
-"""One computation per key at a time: a caller that comes while it runs waits for its result.
+"""One computation (a flight) per key at a time: callers that come while it runs share its result.
 
 A result is kept until its last waiter has left, so that waiters can put it into a cache before the
 flight is forgotten. `start` looks into that cache once more, for what came between a caller's look
@@ -30,17 +30,13 @@ V = TypeVar("V")
 _MAX_FLIGHTS = 3  # after so many flights that others cancelled, a waiter gives up
 
 
-# A computation that has begun. After a cancellation its result is not used, but it goes on if it
+# A computation that has begun. After a cancellation its result is not used, but it continues if it
 # can't be stopped.
 Flight = Future[Any]
 
 
 class FinishedFlight(Flight):
-    """A computation that has already ended, because the caller ran it in its own thread.
-
-    It has a result from the beginning, and can't be cancelled. Other callers of the same key get
-    its result like that of any computation.
-    """
+    """A flight with a result from the start, because the caller computed it in its own thread."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -58,11 +54,7 @@ class _Entry:
 
 
 class SingleFlight(Generic[K, V]):
-    """A table of running computations, at most one for each key.
-
-    Such a computation is called a flight. A caller that needs a key while its flight is under way
-    waits for the result of that flight. Several threads may use the table.
-    """
+    """A thread-safe table of running computations (flights), at most one for each key."""
 
     def __init__(self) -> None:
         self.num_flights = 0  # that began
@@ -72,10 +64,9 @@ class SingleFlight(Generic[K, V]):
         self._entries: dict[K, _Entry] = {}
 
     def join(self, key: K, start: Callable[[], Flight]) -> Waiter[K, V]:
-        """Join the flight (the running computation) of `key`, or begin one with `start`.
+        """Join the flight of `key`, or begin one with `start`, and return a waiter for its result.
 
-        Return a `Waiter` with which the caller waits for the result. If `start` raises an error,
-        that is raised here, and a copy of it in every other caller that has joined.
+        An error of `start` is raised here, and a copy of it in every other caller that has joined.
         """
         entry, is_first = self._enter(key)
         if is_first:
@@ -94,10 +85,9 @@ class SingleFlight(Generic[K, V]):
         timeout_s: float,
         cancelled: Future[Any] | None = None,
     ) -> V:
-        """Return the result of the flight (the running computation) of `key`, and wait for it.
+        """Join or begin the flight of `key`, wait for it, and return its result.
 
-        If no flight runs, begin one with `start`. Raise `CancelledError` if `cancelled` completes
-        first, and `TimeoutError` after `timeout_s` seconds.
+        Raise `CancelledError` if `cancelled` completes first, and `TimeoutError` after `timeout_s`.
         """
         if cancelled is not None and cancelled.done():
             raise CancelledError
@@ -150,11 +140,10 @@ class SingleFlight(Generic[K, V]):
             self._land(key, entry, None, future.result())
 
     def _land(self, key: K, entry: _Entry, error: BaseException | None, result: Any) -> None:
-        """Settle a flight (the computation of one key) with its error or its result.
+        """Settle a flight with its error or its result, all under the lock.
 
-        All of this happens under the lock. No caller may join a flight that has failed, or begin a
-        new one before the waiters have their result. The callbacks of `outcome` are those of
-        `_wait`, which only wake a thread.
+        No caller may join a flight that has failed, or begin a new one before the waiters have
+        their result. The callbacks of `outcome` are those of `_wait`, which only wake a thread.
         """
         with self._lock:
             if error is not None or not entry.num_waiters:
@@ -174,10 +163,7 @@ class SingleFlight(Generic[K, V]):
 
 @dataclass(slots=True, eq=False)
 class Waiter(Generic[K, V]):
-    """One caller that waits for a flight (a computation that several callers share).
-
-    It counts as a waiter until it leaves.
-    """
+    """One caller that waits for a flight, and counts as a waiter until it leaves."""
 
     _flights: SingleFlight[K, V]
     _key: K
@@ -186,12 +172,11 @@ class Waiter(Generic[K, V]):
     is_leader: bool  # the flight began with this caller
 
     def result(self, *, timeout_s: float, cancelled: Future[Any] | None = None) -> V:
-        """Return the result of the flight (the shared computation), and wait for it.
+        """Wait for the flight, and return its result or raise a copy of its error.
 
         If other callers cancel the flight, wait for a new one. Raise `CapacityError` if that
         happens several times. Raise `CancelledError` if `cancelled` completes first, and
-        `TimeoutError` after `timeout_s` seconds. An error of the flight is raised as a copy. The
-        caller still has to `leave`.
+        `TimeoutError` after `timeout_s` seconds. The caller still has to `leave`.
         """
         deadline = time.monotonic() + timeout_s
         for attempt in range(_MAX_FLIGHTS):
@@ -211,20 +196,14 @@ class Waiter(Generic[K, V]):
         )
 
     def leave(self) -> None:
-        """Stop waiting, and cancel the shared computation if no other caller waits for it.
-
-        A computation that has ended is not affected. Further calls do nothing.
-        """
+        """Stop waiting, and cancel the flight if no other caller waits; later calls do nothing."""
         entry, self._entry = self._entry, None
         if entry is not None:
             self._flights._leave(self._key, entry)
 
 
 def _is_own(error: BaseException) -> bool:
-    """Return True if an error concerns only the thread in which it was raised.
-
-    That is an interrupt or a cancellation. Other callers that wait for the result then begin anew.
-    """
+    """Return True for an interrupt or a cancellation, so that other waiters start again."""
     return isinstance(error, CancelledError) or not isinstance(error, Exception)
 
 
@@ -249,10 +228,7 @@ def _get_own(outcome: Future[Any]) -> Any:
 
 
 def _make_own(error: BaseException) -> BaseException:
-    """Return a copy of an error for one of its waiters, because a traceback grows with each raise.
-
-    If the error can't be copied, return the error itself.
-    """
+    """Return a copy of an error for one waiter, because a traceback grows with each raise."""
     own = copy_error(error)
     if own is not error and error.__traceback__ is not None:
         own.__cause__ = error

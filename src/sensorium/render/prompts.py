@@ -135,7 +135,7 @@ def _check_names(prompt: Mapping[str, Any]) -> None:
             "belong to a prompt that is already rendered to prompt_token_ids"
         )
     if rendered and "mm_hashes" not in given:
-        raise RequestError(f"prompt field(s) {', '.join(rendered)} need mm_hashes beside them")
+        raise RequestError(f"prompt field(s) {', '.join(rendered)} also need mm_hashes")
 
 
 def _check_types(fields: Mapping[str, Any], types: Mapping[str, type]) -> None:

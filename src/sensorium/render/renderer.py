@@ -35,8 +35,8 @@ class ChatRenderer:
         self._tokenizer = processor.tokenizer
         self._markers = processor.markers
         # Of models that take one sound and no text.
-        beside = processor.beside
-        self._audios = beside if isinstance(beside, StreamingAudioProcessor) else None
+        audio = processor.outside_audio
+        self._audios = audio if isinstance(audio, StreamingAudioProcessor) else None
         self._pattern = re.compile("|".join(map(re.escape, self._markers.values())) or "(?!)")
         self._special_tokens: Mapping[str, str] = dict(self._tokenizer.special_tokens_map)
         is_mistral = type(self._tokenizer).__name__ == "MistralCommonBackend"

@@ -1,8 +1,8 @@
 """The engine of a frontend in a cluster: prompts are prepared here, and run elsewhere.
 
 Media is fetched and named here, so that a prompt can be placed by it. Where a header is enough to
-lay it out, the whole prompt is expanded and tokenised here, too. Nothing is decoded: the engine
-that gets the prompt perceives what it does not know.
+lay it out, the whole prompt is also expanded and tokenised here. Nothing is decoded: the engine
+that gets the prompt processes what its caches lack.
 """
 
 from __future__ import annotations
@@ -54,14 +54,12 @@ class ClusterEngine(AsyncEngine):
 
     @property
     def is_connected(self) -> bool:
-        """Return whether there is an engine that takes requests."""
         return self._is_alone and bool(self._engines.tally.replicas)
 
     async def use(self, engines: Engines, peers: Replicas, encoders: Replicas | None) -> None:
         """Send requests to these engines from now on. Wait until the first of them is ready.
 
-        `peers` are all frontends of the cluster, with this one. `encoders` are those that work for
-        the engines, if there are any.
+        `peers` are all frontends of the cluster, with this one. `encoders` are remote ones, if any.
         """
         self._engines, self._peers, self._encoders = engines, peers, encoders
         self.run_alone(await engines.describe())
@@ -130,7 +128,7 @@ class ClusterEngine(AsyncEngine):
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
     ) -> AudioRequest:
         self._check_open()
-        # An id that no other frontend uses, because engines tell sounds apart by it.
+        # An id that no other frontend uses, because engines distinguish audio requests by it.
         audio_id = f"{request_id}.{uuid.uuid4().hex}"
         _, stream = self.renderer.begin_stream(params, request_id=audio_id, delay_ms=delay_ms)
         call = messages.OpenAudio(params=params, request_id=audio_id, delay_ms=delay_ms)
@@ -157,18 +155,16 @@ class ClusterEngine(AsyncEngine):
         cache_salt: str | None,
         session: _Session | None,
     ) -> AsyncGenerator[messages.Answer, None]:
-        """Return the answers of the engine that writes down a sound.
-
-        A sound of a live session goes to the engine of the session, others by their bytes.
-        """
+        """Return the answers of the engine that transcribes a file."""
         self._check_open()
         self._inputs.switched_off.check("audio")
         digest = await asyncio.to_thread(self._inputs.readonly.hasher.digest_source, file)
         call = messages.Transcribe(
             digest=digest, options=options, request_id=request_id, cache_salt=cache_salt
         )
+        # Audio of a live session goes to the engine of the session, other audio by its bytes.
         key, replica = (digest, None) if session is None else (session.key, session.replica)
-        # The file always comes with the call, since a part of a known sound may be needed after the
+        # The file always comes with the call, since a part of known audio may be needed after the
         # first segments, when nothing can be repeated.
         files = {digest: file}
         return self._engines.run(call, key=key, files=files, replica=replica, sends_all=True)
@@ -181,7 +177,7 @@ class ClusterEngine(AsyncEngine):
         await self._engines.reset_cache(level)
 
     def forget_media(self) -> None:
-        """Empty the caches of media of this frontend alone."""
+        """Empty the media caches of this frontend only."""
         self._forget_own_media()
 
     async def read_engine_metrics(self) -> list[bytes]:
@@ -194,7 +190,7 @@ class ClusterEngine(AsyncEngine):
 
 
 class _AudioLink:
-    """The connection of a sound that goes on with the engine that has its request."""
+    """The connection of streaming audio with the engine that has its request."""
 
     def __init__(
         self,
@@ -215,7 +211,7 @@ class _AudioLink:
         self._parts.put_nowait(messages.write_audio(self._audio_id, features, is_last=is_last))
 
     async def get_deltas(self) -> AsyncIterator[RequestDelta]:
-        """Yield the text as it comes. Raise an error if the engine is gone or takes no more sound.
+        """Yield the text as it comes. Raise an error if the engine is gone or takes no more audio.
 
         An engine that is being removed takes no more calls, and would wait for the rest.
         """
@@ -227,7 +223,7 @@ class _AudioLink:
             self._sender.cancel()
 
     async def _get_next(self) -> messages.Answer | None:
-        """Return the next answer, or None at the end. Raise an error of the sender, too."""
+        """Return the next answer, or None at the end. Raise an error, also one of the sender."""
         reading = asyncio.create_task(self._read())
         try:
             await asyncio.wait({reading, self._sender}, return_when=asyncio.FIRST_COMPLETED)
@@ -238,7 +234,7 @@ class _AudioLink:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
         self._sender.result()  # raises its error
-        raise InvariantError("the sender of a sound has ended without an error")
+        raise InvariantError("the sender of streaming audio has ended without an error")
 
     async def _read(self) -> messages.Answer | None:
         return await anext(self._answers, None)
@@ -253,7 +249,7 @@ class _AudioLink:
             await self._answers.aclose()
 
     async def _send_parts(self) -> None:
-        """Send parts of the sound, one after the other, because their order matters."""
+        """Send parts of the audio, one after the other, because their order matters."""
         while True:
             part = await self._parts.get()
             await self._engines.append_audio(part, replica=self._replica)
@@ -261,17 +257,17 @@ class _AudioLink:
 
 @dataclass(slots=True, kw_only=True)
 class _Session:
-    """A live session. Each of its turns is a sound of its own."""
+    """A live session. Each of its turns is an audio file of its own."""
 
     key: str  # by which its first turn is placed
     replica: str | None = None  # the engine that had its last turn, and gets the next one
 
 
 class ClusterTranscriber(AsyncTranscriber):
-    """A transcriber that lets an engine of a cluster write down whole sounds.
+    """A transcriber that lets an engine of a cluster transcribe whole audio files.
 
-    Sounds with equal bytes go to the same engine. Those of one live session go to the engine that
-    had the first of them, for as long as it lives.
+    Equal files go to the same engine. Those of one live session go to the engine that had the first
+    of them, for as long as it lives.
     """
 
     def __init__(
@@ -282,7 +278,6 @@ class ClusterTranscriber(AsyncTranscriber):
         self._session = session
 
     def start_session(self) -> ClusterTranscriber:
-        """Return a transcriber for the turns of one live session."""
         return ClusterTranscriber(self._cluster, self._model, _Session(key=uuid.uuid4().hex))
 
     async def transcribe(

@@ -1,8 +1,8 @@
 """Runs the process of a core for an engine of a cluster, and watches it.
 
-The core is the same as that of a server, in a process of its own. Ray watches the engine, so a core
-that ends is not started again here: the engine reports that it is not healthy, its requests fail
-with an error that clients may answer by trying again, and Ray replaces it.
+The core is the same as that of a server. Ray watches the engine, so a core that ends is not started
+again here: the engine reports that it is not healthy, its requests fail with an error that clients
+may answer by trying again, and Ray replaces it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _END_S = 20.0
 class CoreHost:
     """The process of one core, and the memory and files that this process shares with it.
 
-    `on_end` is called with the reason when the core has ended by itself. It all belongs to one
-    event loop.
+    `on_end` is called with the reason when the core has ended by itself. Belongs to one event loop.
     """
 
     def __init__(self, options: ServeOptions, *, on_end: Callable[[str], None]) -> None:
@@ -55,11 +54,9 @@ class CoreHost:
 
     @property
     def shm_fd(self) -> int | None:
-        """The descriptor of the memory for media that this process shares with the core."""
         return self._shared.shm_fd
 
     async def start(self) -> None:
-        """Start the process of the core, which then loads the model."""
         limit_s = self._options.core_stall_timeout
         start = StartCore(
             options=self._options,
@@ -82,7 +79,7 @@ class CoreHost:
             self._tasks.append(asyncio.create_task(self._watch(self._core, limit_s)))
 
     async def wait_until_ready(self) -> CoreInfo:
-        """Wait until the model is loaded. Raises a `ModelError` if that has failed."""
+        """Wait until the model is loaded. Raise a `ModelError` if that has failed."""
         return await asyncio.shield(self._ready)
 
     def check(self) -> None:
@@ -122,7 +119,7 @@ class CoreHost:
             self._on_end(self.end)
 
     async def _watch(self, core: ChildProcess, limit_s: float) -> None:
-        """Notice that the core makes no progress, and kill it if that goes on."""
+        """Notice that the core makes no progress, and kill it if that continues."""
         watch = StallWatch(limit_s)
         while True:
             await asyncio.sleep(get_look_interval(limit_s))

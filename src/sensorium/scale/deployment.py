@@ -1,4 +1,4 @@
-"""Puts a cluster together: the deployments of Ray Serve, and what they need of their machines."""
+"""Assembles a cluster: the deployments of Ray Serve, and what they need of their machines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_application(options: ServeOptions, scale: ScaleOptions) -> serve.Applic
     engine = deploy(
         name=ENGINE,
         logging_config=quiet,
-        # An open sound takes one, and each part of it another one for a moment.
+        # Streaming audio takes one, and each part of it another one for a moment.
         max_ongoing_requests=2 * options.max_concurrent_requests,
         ray_actor_options={
             "num_cpus": scale.engine_cpus,

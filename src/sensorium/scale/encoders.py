@@ -1,8 +1,8 @@
-"""Encoders apart in a cluster: a deployment of them, and how engines ask it.
+"""Remote encoders of a cluster: their deployment, and how engines ask it.
 
-An engine sends the source of an item by Ray's object store, and gets its encoder output by the same
-way. Equal items go to the same encoder, which perceives them once. What an encoder makes of an item
-is taken only if it works with the same weights, types, versions and options as the engine.
+An engine sends the source of an item through Ray's object store, and gets its encoder output in the
+same way. Equal items go to the same encoder, which encodes them once. An encoder output is accepted
+only from an encoder with the same weights, types, versions and options as the engine.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class EncoderReplica:
     """One encoder of a cluster. Ray makes it, in a process of its own."""
 
     def __init__(self, options: ServeOptions) -> None:
-        """Load the encoders of the model, without its decoder."""
         listen_locally()
         name = serve.get_replica_context().replica_id.unique_id
         set_up_logging(
@@ -96,8 +95,8 @@ class EncoderReplica:
     ) -> AsyncIterator[tuple[bytes, Any]]:
         """Yield the answer to a job, and a reference to its tensors in the object store.
 
-        `source` is the media of the job, as a reference, too. Before the answer an empty one is
-        yielded, by which the engine knows that an encoder has the job.
+        `source` is a reference to the job's media. Before the answer an empty one is yielded, which
+        shows the engine that an encoder has the job.
         """
         yield b"", None
         if identity != self._identity:
@@ -114,7 +113,6 @@ class EncoderReplica:
         return encode_message(answer), _put(buffers) if buffers else None
 
     def __del__(self) -> None:
-        """End the threads and the processes of this encoder."""
         if hasattr(self, "_encoder"):
             self._encoder.close()
         if hasattr(self, "_threads"):
@@ -122,10 +120,7 @@ class EncoderReplica:
 
 
 class RayEncoder:
-    """An `EncoderService` that asks the encoders of the cluster.
-
-    `loop` is the event loop of this process. An answer may take `timeout_s` seconds.
-    """
+    """An `EncoderService` that asks the encoders of the cluster, from the event loop `loop`."""
 
     def __init__(
         self,
@@ -157,12 +152,9 @@ class RayEncoder:
         pass  # the handle belongs to Ray
 
     async def _ask(self, job: ItemJob, message: bytes, blocks: list[Any]) -> FinishedItem:
-        """Return the item with its encoder output. Raise an `EncoderLostError` without an encoder.
-
-        Encoders that were lost are left alone for a while, so that requests don't wait for them.
-        """
+        """Return the item with its encoder output, or raise an `EncoderLostError`."""
         token = self._breaker.enter(self._timeout_s)
-        if token is None:
+        if token is None:  # lost encoders are not asked for a while, so that requests don't wait
             raise EncoderLostError(_GONE)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -217,7 +209,6 @@ class RayEncoder:
 
 
 def digest_identity(identity: Identity) -> str:
-    """Return a digest of everything that decides what an encoder makes of an item."""
     return sha256(msgspec.msgpack.encode(identity)).hexdigest()
 
 
@@ -228,6 +219,5 @@ def _put(buffers: list[Any]) -> Any:
 
 
 def _load(reference: Any) -> memoryview:
-    """Return a writable copy of an array in the object store."""
     array: Any = ray.get(reference, timeout=_LOAD_S)
     return memoryview(bytearray(array))

@@ -1,10 +1,10 @@
-"""A frontend's calls to the engines of a cluster: what is sent, and what is tried again.
+"""A frontend's calls to the engines of a cluster: what is sent, and what is retried.
 
 What was streamed to a client is never repeated. Before that, a call is repeated
   - once, if its engine has ended: elsewhere
   - if no engine has accepted it in time: elsewhere, because the one that was asked may hang
-  - if the engine lacks a file that this frontend expected it to know: there, with all files
-  - if the engine does not know media that the client only named: at engines that do, one by one
+  - if the engine lacks a file that this frontend expected it to have: there, with all files
+  - if the engine lacks media that the client only named: at engines that have it, one by one
 """
 
 from __future__ import annotations
@@ -43,34 +43,28 @@ from sensorium.types.errors import (
 from sensorium.utils.lru import LruCache
 
 _SMALL_BYTES = 2**16  # a file up to this size travels in the message
-_MAX_KNOWN = 2**16  # files of which it is remembered that an engine has taken them
+_MAX_KNOWN = 2**16  # files we know an engine has received
 _MAX_ATTEMPTS = 6
 _ACCEPT_S = 20.0  # after which a call that no engine has accepted is sent again
 _MAX_UNACCEPTED = 3  # times after which it fails
 _CONTROL_S = 30.0  # for calls that go to all engines
-_READ_S = 10.0  # for the metrics of all processes; Prometheus itself waits no longer
+_READ_S = 10.0  # for the metrics of all processes; Prometheus waits no longer
 _LOST = "the engine that had the request has ended: send the request again"
 _NONE = "no engine of the cluster takes requests right now: try again later"
 CountRetry = Callable[[str], None]
 
 
 class Replicas:
-    """All processes of one deployment of the cluster, for calls that go to each of them.
-
-    With `may_be_none` it is no error if none of them lives at the moment.
-    """
+    """All processes of one deployment of the cluster, for calls that go to each of them."""
 
     def __init__(self, handle: DeploymentHandle[Any], *, may_be_none: bool = False) -> None:
         self._handle = handle
-        self._may_be_none = may_be_none
+        self._may_be_none = may_be_none  # it is no error if none of them lives at the moment
 
     async def call_all(
         self, method: str, *arguments: object, timeout_s: float = _CONTROL_S
     ) -> list[Any]:
-        """Call a method of each process that lives, and return the results.
-
-        Raise an `EngineLostError` if one that lives does not answer.
-        """
+        """Call a method of each living process. Raise `EngineLostError` if one does not answer."""
         try:
             response = self._handle.broadcast(method, *arguments)
             answers = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
@@ -88,11 +82,9 @@ class Replicas:
         return living
 
     async def read_metrics(self) -> list[Any]:
-        """Return the values of the metrics of all processes."""
         return await self.call_all("read_metrics", timeout_s=_READ_S)
 
     async def reset_cache(self, level: str) -> None:
-        """Empty a cache of all processes, and wait until that is done."""
         await self.call_all("reset_cache", level)
 
 
@@ -125,12 +117,11 @@ class Engines(Replicas):
     ) -> AsyncGenerator[messages.Answer, None]:
         """Yield the answers to a call, and raise its error. Closing the generator aborts the call.
 
-        The call goes to the engine with the name `replica`, if there is one that lives. Otherwise
-        calls with the same `key` go to the same engine if that is possible. `files` are those of
-        the call's media by their digests. `uuids` are names of media that the client has not sent.
-        The first answer is always `Accepted`; it comes again if the call is repeated. With
-        `may_repeat` a call is repeated even if it has had output, which then begins anew. With
-        `sends_all` the files are sent even if an engine has had them before.
+        The call goes to the engine `replica` if it lives. Otherwise calls with the same `key` go to
+        the same engine if possible. `files` are the call's media by digest. `uuids` name media that
+        the client has not sent. The first answer is always `Accepted`; it comes again if the call
+        is repeated. With `may_repeat` a call is repeated even if it has had output, which then
+        begins anew. With `sends_all` the files are sent even if an engine has had them before.
         """
         attempt = _Attempt(key=key, pinned=replica, sends_all=sends_all)
         async with aclosing(
@@ -181,7 +172,7 @@ class Engines(Replicas):
         raise CapacityError("the media of this request was lost several times: try again later")
 
     async def append_audio(self, message: messages.AppendAudio, *, replica: str) -> None:
-        """Send more of a sound to the engine that has its request. Raise an error if it is gone."""
+        """Send more audio to the engine that has its request. Raise an error if it is gone."""
         try:
             sent = Context().run(
                 self._handle.append_audio.remote,
@@ -232,7 +223,7 @@ class Engines(Replicas):
         return False
 
     async def _ask_for(self, uuids: bytes, replica: str) -> str | None:
-        """Return the name of an engine if it knows all of these names of media, else None."""
+        """Return the name of an engine if it has all of these uuids, else None."""
         find = self._handle.find.remote
         try:
             sent = Context().run(find, uuids, pinned=replica, routing_key=replica)
@@ -244,7 +235,7 @@ class Engines(Replicas):
     async def _run_once(
         self, call: messages.Call, attempt: _Attempt, files: Mapping[str, MediaBytes]
     ) -> AsyncGenerator[messages.Answer, None]:
-        """Send a call once, and yield the answers. The end of an engine is a `Failure`, too."""
+        """Send a call once, and yield the answers. The end of an engine is also a `Failure`."""
         stream: Any = None
         try:
             refs: dict[str, Any] = {}
@@ -291,10 +282,10 @@ class Engines(Replicas):
 
 
 class _Search:
-    """A search for engines that know the names of media. All are asked at once.
+    """A search for engines that have the named media. All are asked at once.
 
-    An engine remembers a name longer than its media, so several may have to be tried. An engine
-    that is slow to answer, or hangs, is waited for only if no other one knows the names.
+    An engine keeps a name longer than its media, so several may have to be tried. A slow or hanging
+    engine is awaited only if no other one has the names.
     """
 
     def __init__(self, questions: Iterable[Coroutine[Any, Any, str | None]]) -> None:
@@ -331,5 +322,4 @@ class _Attempt:
 
 
 def _put(data: bytes) -> Any:
-    """Put a file into Ray's object store, as an array, which others on this machine map."""
     return ray.put(np.frombuffer(data, dtype=np.uint8))

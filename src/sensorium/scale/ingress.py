@@ -1,6 +1,6 @@
 """A frontend of a cluster: the HTTP application of a server, as a deployment of Ray Serve.
 
-It loads no weights and decodes no media. Ray's proxy takes the connections of clients, and gives
+It loads no weights and decodes no media. Ray's proxy accepts the connections of clients, and gives
 their requests to one of the frontends.
 """
 
@@ -51,7 +51,6 @@ class Frontend:
         engines: DeploymentHandle[Any],
         encoders: DeploymentHandle[Any] | None = None,
     ) -> None:
-        """Build the application, and wait until an engine is ready."""
         listen_locally()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
@@ -102,16 +101,14 @@ class Frontend:
         return BehindProxy(SyncBeforeEnd(app, self._sync))
 
     async def read_metrics(self) -> tuple[str, bytes]:
-        """Return the name of this frontend, and the values of its metrics alone."""
+        """Return the name of this frontend, and the values of its own metrics."""
         self._sync()
         return self._name, self._metrics.encode_own()
 
     async def forget_media(self) -> None:
-        """Empty the caches of media of this frontend alone."""
         self._engine.forget_media()
 
     async def _read_others(self) -> list[bytes]:
-        """Return the metrics of all other processes of the cluster."""
         named, engines = await asyncio.gather(
             self._peers.read_metrics(), self._engine.read_engine_metrics()
         )
@@ -133,9 +130,8 @@ class Frontend:
 class BehindProxy:
     """An ASGI middleware that does what a server's connection does and Ray's proxy does not.
 
-    It logs a line for each request, with its path. And it sends no id of the request: the proxy
-    gives each request an id unless the client has, and passes it on. So both know the same one, and
-    the client would get it twice.
+    It logs a line for each request, with its path. And it sends no request id: the proxy has
+    already set one for the client, which would get it twice.
     """
 
     def __init__(self, app: ASGIApp) -> None:

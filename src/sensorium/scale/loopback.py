@@ -15,9 +15,9 @@ _LOCAL = "127.0.0.1"
 def listen_locally() -> None:
     """Make the server that Ray Serve starts in this process listen on 127.0.0.1 only.
 
-    Each process of a deployment has a server for calls of other processes, which runs what it is
-    sent, and listens on all addresses. On a cluster of several machines it has to, and nothing is
-    changed. Call this in the constructor of a deployment, because the server is started after it.
+    Each process of a deployment has a server that runs whatever other processes send it, and
+    listens on all addresses. On a cluster of several machines it has to, and nothing is changed.
+    Call this in the constructor of a deployment, because the server is started after it.
     """
     if ray.util.get_node_ip_address() != _LOCAL:  # type: ignore[no-untyped-call]
         return

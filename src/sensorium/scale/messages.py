@@ -1,8 +1,8 @@
 """The messages between the frontends and the engines of a cluster: msgpack, and nothing else.
 
-What a client sent crosses only as bytes. A file of media is named by its digest, and comes beside
-the message: as one of its `files` if it is small, else in the object store, or not at all if the
-engine should know it. Embeddings and tensors that a client sent are in the message itself.
+What a client sent crosses only as bytes. A file of media is named by its digest, and travels in the
+call's `files` if it is small, else in the object store, or not at all if the engine should have it.
+Embeddings and tensors that a client sent are in the message itself.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Media(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     path: tuple[str | int, ...]
     uuid: str | None = None
     digest: str | None = None  # of a file
-    address: str | None = None  # the engine fetches it, unless it knows the uuid
+    address: str | None = None  # the engine fetches it, unless it has the uuid
     embeds: bytes | None = None  # see `decode_embeds`
 
 
 class Processed(msgspec.Struct, frozen=True, kw_only=True):
-    """Media that a client has processed: for each modality its hashes, places and tensors."""
+    """Media that a client has processed, by modality."""
 
     mm_hashes: dict[str, list[str]]
     places: dict[str, list[Place]]
@@ -72,7 +72,7 @@ class Processed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WirePrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An `EnginePrompt`, with the files of its media beside it."""
+    """An `EnginePrompt`, without the files of its media."""
 
     text: str | None = None
     token_ids: tuple[int, ...] = ()
@@ -88,10 +88,7 @@ class WirePrompt(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A call of an engine: run a prompt. The answer is a stream of `Delta`.
-
-    Only the first one has the tokens of the prompt.
-    """
+    """A call that runs a prompt. The answer is a stream of `Delta`."""
 
     prompt: WirePrompt
     params: SamplingParams
@@ -101,7 +98,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Transcribe(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A call of an engine: write down a sound. The answer is a stream of `Part`."""
+    """A call that transcribes a file. The answer is a stream of `Part`."""
 
     digest: str  # of the file
     options: SpeechOptions
@@ -111,9 +108,9 @@ class Transcribe(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class OpenAudio(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A call of an engine: take a sound while it goes on. The answer is a stream of `Delta`.
+    """A call that starts streaming audio. The answer is a stream of `Delta`.
 
-    The sound follows in calls of `AppendAudio` to the same engine.
+    The audio follows in calls of `AppendAudio` to the same engine.
     """
 
     params: SamplingParams
@@ -122,7 +119,7 @@ class OpenAudio(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class AppendAudio(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A call of the engine that has the sound of this request: more of its features."""
+    """More features, for the engine that has the streaming audio of this request."""
 
     request_id: str
     num_bins: int = 0
@@ -134,19 +131,17 @@ Call = Generate | Transcribe | OpenAudio
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The first answer to each call: which engine has it. It has begun with nothing else yet."""
+    """The first answer to each call: which engine has it. The call has not begun yet."""
 
     replica: str
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """An answer to `OpenAudio`: the engine takes the sound from now on."""
+    """An answer to `OpenAudio`: the engine accepts the audio from now on."""
 
 
 class Delta(msgspec.Struct, frozen=True, tag=True):
-    """New output of a request."""
-
-    delta: RequestDelta
+    delta: RequestDelta  # only the first one has the tokens of the prompt
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
@@ -174,7 +169,7 @@ def is_last(answer: Answer) -> bool:
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend has to know of an engine."""
+    """The facts about an engine that a frontend needs."""
 
     info: CoreInfo
 
@@ -237,7 +232,6 @@ def brings_tensors(prompt: EnginePrompt) -> bool:
 
 
 def has_tensors(call: Call) -> bool:
-    """Return whether a call has tensors that a client sent."""
     if not isinstance(call, Generate):
         return False
     has_embeds = any(media.embeds is not None for media in call.prompt.media)
@@ -245,18 +239,12 @@ def has_tensors(call: Call) -> bool:
 
 
 async def run_long(is_long: bool, work: Callable[..., T], *arguments: object) -> T:
-    """Call a function and return its result. A long one runs in a thread.
-
-    Otherwise it would hold up all other requests of this process.
-    """
+    """Call a function, in a thread if it takes long, since it would block all other requests."""
     return await asyncio.to_thread(work, *arguments) if is_long else work(*arguments)
 
 
 def write_prompt(prompt: EnginePrompt) -> tuple[WirePrompt, dict[str, MediaBytes]]:
-    """Return a prompt as it is sent, and the files of its media by their digests.
-
-    The files must have been named before.
-    """
+    """Return a prompt as it is sent, and the files of its media by their digests."""
     files: dict[str, MediaBytes] = {}
     places = None
     if prompt.positions is not None:
@@ -278,10 +266,7 @@ def write_prompt(prompt: EnginePrompt) -> tuple[WirePrompt, dict[str, MediaBytes
 
 
 def read_prompt(wire: WirePrompt, open_file: Callable[[str], LoadFile]) -> EnginePrompt:
-    """Return the prompt that was sent.
-
-    `open_file` is called with the digest of each file, and returns a function that loads it.
-    """
+    """Return the prompt that was sent; `open_file` makes a function that loads a digest's file."""
     positions = None
     if wire.places is not None:
         positions = tuple((place.modality, _read_place(place)) for place in wire.places)
@@ -364,11 +349,11 @@ def _read_place(place: Place) -> PlaceholderRange:
     return PlaceholderRange(place.offset, place.length, as_mask(place.runs))
 
 
-# ---- sounds that go on
+# ---- streaming audio
 
 
 def write_audio(request_id: str, features: torch.Tensor | None, *, is_last: bool) -> AppendAudio:
-    """Return more of a sound as it is sent: features [bins, frames], or none."""
+    """Return a message with features [bins, frames], or none."""
     if features is None:
         return AppendAudio(request_id=request_id, is_last=is_last)
     rows = features.contiguous().numpy()
@@ -378,7 +363,7 @@ def write_audio(request_id: str, features: torch.Tensor | None, *, is_last: bool
 
 
 def read_audio(message: AppendAudio) -> torch.Tensor | None:
-    """Return the features [bins, frames] of a sound that were sent, or None without any."""
+    """Return the features [bins, frames] in a message, or None without any."""
     if not message.num_bins:
         return None
     own = torch.frombuffer(bytearray(message.features), dtype=torch.float32)
@@ -389,7 +374,7 @@ def read_audio(message: AppendAudio) -> torch.Tensor | None:
 
 
 def list_uuids(prompt: EnginePrompt) -> tuple[UuidKey, ...]:
-    """Return the names that clients gave to media of a prompt which they did not send with it."""
+    """Return the names of a prompt's media that the client did not send with it."""
     scope = prompt.uuid_scope, prompt.cache_salt
     names = [
         UuidKey(item.modality, item.uuid, *scope)
@@ -408,10 +393,7 @@ def list_uuids(prompt: EnginePrompt) -> tuple[UuidKey, ...]:
 
 
 def leave_out_prompt(delta: RequestDelta, *, is_first: bool) -> RequestDelta:
-    """Return the output of a prompt as it is sent: the prompt's tokens come with the first part.
-
-    A prompt may have a hundred thousand tokens, and its output a part for each token.
-    """
+    """Return output as it is sent: only the first part has the prompt's tokens, maybe 100,000."""
     final = delta.final
     if final is not None:
         final = replace(final, prompt=None, prompt_token_ids=())
@@ -422,7 +404,6 @@ def leave_out_prompt(delta: RequestDelta, *, is_first: bool) -> RequestDelta:
 def restore_prompt(
     delta: RequestDelta, *, text: str | None, token_ids: tuple[int, ...]
 ) -> RequestDelta:
-    """Return the output of a prompt with its tokens, and the text that it had before them."""
     final = delta.final
     if final is not None:
         final = replace(final, prompt=text, prompt_token_ids=token_ids)

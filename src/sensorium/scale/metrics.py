@@ -2,8 +2,8 @@
 
 Each process keeps its metrics as on one machine. A frontend that is asked for `/metrics` asks all
 others for their values, and adds them up. Shares are averages over the processes that have them.
-What a cache holds that processes share is that of the process which has most.
-A process that has ended takes its counts with it, as does a server that is restarted.
+What a cache holds that processes share is that of the process which has most. A process that has
+ended takes its counts with it, as does a server that is restarted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RETRIES = "sensorium:scale_retries_total"
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One value of a metric: the name of its series, its labels and the value."""
+    """One value of a metric, with the name of its series."""
 
     name: str
     labels: dict[str, str]
@@ -48,7 +48,6 @@ _decoder = msgspec.msgpack.Decoder(tuple[Series, ...])
 
 
 def encode_samples(source: Collector) -> bytes:
-    """Return all values of a collector as bytes for another process."""
     return _encoder.encode(
         tuple(
             Series(
@@ -104,10 +103,7 @@ def _unite(name: str, labels: Mapping[str, str], given: Sequence[float]) -> floa
 
 
 class ClusterMetrics(FrontendMetrics):
-    """The metrics of one frontend of a cluster, which also reads those of all other processes.
-
-    `read_others` returns what `encode_samples` made in each of them.
-    """
+    """The metrics of one frontend, with those that `encode_samples` made in all other processes."""
 
     def __init__(
         self, model_name: str, read_others: Callable[[], Awaitable[Sequence[bytes]]]
@@ -119,11 +115,9 @@ class ClusterMetrics(FrontendMetrics):
         return await self._read_others()
 
     def encode_own(self) -> bytes:
-        """Return the values of this process for another one."""
         return encode_samples(self._metrics.registry)
 
     def follow_placements(self, *, placed: int, spilled: int) -> None:
-        """Copy the counts of the router in this process into the metrics."""
         self._totals.follow(_PLACED, placed)
         self._totals.follow(_SPILLS, spilled)
 

@@ -1,4 +1,4 @@
-"""The options of a cluster, beside those of its servers. Ray is not imported here."""
+"""The options of a cluster, in addition to those of its servers. Ray is not imported here."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _MAX_DELAY_S = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleOptions:
-    """How many processes a cluster has, and what each needs of its machine.
-
-    An instance raises a `ModelError` when it is made with values that are not allowed.
-    """
+    """The size of a cluster, and the needs of its processes. Invalid values raise `ModelError`."""
 
     replicas: int = _option(
         1,
@@ -72,7 +69,7 @@ class ScaleOptions:
         least=0,
         most=_MAX_PROCESSES,
         metavar="N",
-        help="The number of encoders apart, which encode media above --encode-above in place of "
+        help="The number of remote encoders, which encode media above --encode-above in place of "
         "the engines.",
     )
     encoder_cpus: float = _option(

@@ -2,11 +2,11 @@
 
 Each process that places requests decides alone, and all decide alike, because a replica's rank for
 a key is a hash of both (rendezvous hashing). The first replica in that order is the key's home. If
-it is added to or removed from the others, only the keys that it wins or leaves change their home.
+one is added or removed, only the keys that it wins or leaves change their home.
 
-A home may have too much to do. Then its keys spill to the replica where this process placed them
-last, or to the next one in the order. A spilled key is perceived there once more, and found there
-when it spills again.
+A home may be overloaded. Then its keys spill to the replica where this process placed them last, or
+to the next one in the order. A spilled key is processed there once more, and found there when it
+spills again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hashlib import blake2b
 
 from sensorium.utils.lru import LruCache
 
-_MAX_KEYS = 2**16  # whose last placements are remembered
-_MAX_CALLS = 2**14  # whose first replica is remembered
-_MAX_PLACES = 4  # that are remembered for a key, the last one first
+_MAX_KEYS = 2**16  # with their last placements
+_MAX_CALLS = 2**14  # with their first replica
+_MAX_PLACES = 4  # of a key, the last one first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """When a replica has too much to do for a key that could go elsewhere.
+    """The load at which a replica's keys go elsewhere.
 
     A replica is full if it has `max_queue` requests. It is overloaded if it has at least
-    `min_queue` requests, and at least `factor` times what the others have on average. With two
-    replicas an average of both could never be less than half of what one has.
+    `min_queue` requests, and at least `factor` times what the others have on average: with two
+    replicas, an average of both is never less than half of what one has.
     """
 
     max_queue: int = 256
@@ -52,9 +52,9 @@ class Placement:
     def rank(self, key: str, queues: Mapping[str, int]) -> list[str]:
         """Return all replicas in the order in which they should be tried for a key.
 
-        `queues` has the number of requests that each replica has. Those that are overloaded come
-        after all others, the shortest queue first. So the first replica is the best one that
-        exists, and the others are for the case that it is gone or full when the request arrives.
+        `queues` has the number of requests of each replica. Overloaded ones come last, the shortest
+        queue first. The others are for the case that the first one is gone or full when the request
+        arrives.
         """
         order = rank_replicas(key, queues)
         preferred = [*order[:1], *self._get_places(key, queues), *order[1:]]
@@ -100,17 +100,15 @@ def rank_replicas(key: str, replicas: Mapping[str, object]) -> list[str]:
 
 
 class Tally:
-    """What the router of one deployment has counted in this process, for its metrics.
-
-    `tried` maps the ticket of a call to the replica that Ray was to try first. A caller finds there
-    which one has not answered. `replicas` are those that live, as Ray has said last.
-    """
+    """The counts of a deployment's router in this process, for its metrics."""
 
     def __init__(self) -> None:
+        # The ticket of a call -> the replica that Ray was to try first. A caller finds there which
+        # one has not answered.
         self.tried: LruCache[str, str] = LruCache(_MAX_CALLS)
         self.num_placed = 0
         self.num_spilled = 0  # calls that did not go to the home of their key, because of load
-        self.replicas: tuple[str, ...] = ()
+        self.replicas: tuple[str, ...] = ()  # those that live, by Ray's latest report
         self.seconds = 0.0  # that were spent on choosing
 
 
@@ -118,8 +116,5 @@ _TALLIES: dict[str, Tally] = {}
 
 
 def get_tally(deployment: str) -> Tally:
-    """Return what the router of this deployment has counted in this process.
-
-    A process may call several deployments, and Ray makes a router for each of them.
-    """
+    """Return the tally of one of the deployments that this process may call."""
     return _TALLIES.setdefault(deployment, Tally())

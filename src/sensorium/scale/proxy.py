@@ -1,8 +1,7 @@
-"""Makes Ray's HTTP proxy handle connections and ids of requests as a server does.
+"""Makes Ray's HTTP proxy handle connections and request ids as a server does.
 
-The proxy is a process of Ray's, which gives it an ASGI application and runs that with uvicorn. It
-calls one function of ours before: `protect`, if the variable `VARIABLE` names it. Nothing heavy is
-imported here.
+The proxy is a process of Ray's, which runs an ASGI application with uvicorn. Before, it calls
+`protect`, if the environment variable `VARIABLE` names it. Nothing heavy is imported here.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ProxyHttpProtocol(LimitedHttpProtocol):
 
 
 class ProxyWebSocket(LimitedWebSocket):
-    """A WebSocket of a proxy, which takes messages at the speed that it may have.
+    """A WebSocket of a proxy, which limits the rate of messages.
 
     The proxy keeps messages until a frontend takes them, however many they are. So each connection
     has an allowance, and is not read while that is used up. Messages are not compressed, as in a
@@ -62,7 +61,7 @@ class ProxyWebSocket(LimitedWebSocket):
 class RequestIds:
     """ASGI middleware that gives each request one id, by the rule of a server.
 
-    Ray takes whatever the client has sent, and fails if that is no UTF-8.
+    Ray accepts any id of the client, and fails if that is no UTF-8.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -78,10 +77,7 @@ class RequestIds:
 
 
 def protect() -> list[Middleware]:
-    """Let this process make connections of our classes, and return middleware for its application.
-
-    Ray calls this in each proxy, before it makes the HTTP server.
-    """
+    """Install our classes of connections. Ray calls this in each proxy, before its HTTP server."""
     ProxyHttpProtocol.max_connections = raise_file_limit()
     HTTP_PROTOCOLS[_CHOSEN] = f"{__name__}:{ProxyHttpProtocol.__name__}"
     WS_PROTOCOLS[_CHOSEN] = f"{__name__}:{ProxyWebSocket.__name__}"

@@ -1,8 +1,8 @@
-"""An engine of a cluster: a core with its own perception, as a deployment of Ray Serve.
+"""An engine of a cluster: a core with its own media pipeline, as a deployment of Ray Serve.
 
 It answers calls of frontends. All that comes and goes is bytes (`scale.messages`). A file of media
-is loaded only if no cache of this engine has what becomes of it, and equal items are perceived once
-at a time, as on a server of one machine.
+is loaded only if no cache of this engine has its item, and equal items are processed once at a
+time, as on a server of one machine.
 """
 
 from __future__ import annotations
@@ -63,10 +63,7 @@ class EngineReplica:
     async def __init__(  # type: ignore[misc]
         self, options: ServeOptions, encoders: DeploymentHandle[Any] | None = None
     ) -> None:
-        """Load the model. Ray sends calls when this has returned.
-
-        `encoders` encode large media in place of this engine, if there are any.
-        """
+        """Load the model. Ray sends calls when this has returned."""
         listen_locally()
         self._name = serve.get_replica_context().replica_id.unique_id
         set_up_logging(
@@ -106,7 +103,6 @@ class EngineReplica:
         self._host.check()
 
     def describe(self) -> bytes:
-        """Return a `Description` of this engine."""
         return messages.encode(messages.Description(info=self._info))
 
     async def run(self, call: bytes, refs: Refs | None = None, **_: object) -> Answers:
@@ -135,13 +131,13 @@ class EngineReplica:
             self._sync()
 
     async def append_audio(self, message: bytes, *, pinned: str, **_: object) -> bytes:
-        """Take more of a sound, and return nothing, or a `Failure` if it is a sound of another.
+        """Receive more audio, and return nothing, or a `Failure` if it is for another engine.
 
-        Ray sends a call for an engine that is gone or is being removed to one that is left. The
-        sound of a request that has ended is dropped.
+        Ray sends a call for an engine that is gone or is being removed to one that is left. Audio
+        for a request that has ended is dropped.
         """
         if pinned != self._name:
-            lost = EngineLostError("the engine that had the sound is gone: begin a new one")
+            lost = EngineLostError("the engine that had the audio is gone: begin a new stream")
             return messages.encode(messages.Failure(make_record(lost)))
         decoded = messages.decode_append(message)
         request = self._open_audios.get(decoded.request_id)
@@ -161,7 +157,7 @@ class EngineReplica:
         return await asyncio.to_thread(encode_samples, Files(directory))
 
     async def find(self, uuids: bytes, **_: object) -> str | None:
-        """Return the name of this engine if it knows all of these uuids, else None."""
+        """Return the name of this engine if it has all of these uuids, else None."""
         bindings = self._app.media_parts.pipeline.uuids
         hasher = self._app.media_parts.pipeline.hasher
         for key in messages.decode_uuids(uuids):
@@ -232,7 +228,7 @@ class EngineReplica:
 
     async def _take_audio(self, call: messages.OpenAudio) -> AsyncGenerator[messages.Answer, None]:
         if len(self._open_audios) >= self._max_audios:
-            raise CapacityError("the engine takes as many sounds as it can: try again later")
+            raise CapacityError("the engine has no room for more streaming audio: try again later")
         request = await self._engine.open_audio(
             call.params, request_id=call.request_id, delay_ms=call.delay_ms
         )
@@ -248,7 +244,7 @@ class EngineReplica:
     # ---- the engine's own state
 
     def _on_core_end(self, reason: str) -> None:
-        if hasattr(self, "_engine"):  # else it is still being built, and `check_health` tells
+        if hasattr(self, "_engine"):  # else it is still being built, and `check_health` fails
             self._engine.disconnect(f"the engine has ended ({reason}): send the request again")
 
     def _sync(self) -> None:
@@ -267,7 +263,6 @@ def _draw_index(name: str) -> int:
 
 
 def _connect(encoders: DeploymentHandle[Any], options: ServeOptions) -> MakeEncoder:
-    """Return a function that makes this engine's connection to the encoders of the cluster."""
     return partial(
         RayEncoder,
         encoders,
@@ -277,9 +272,9 @@ def _connect(encoders: DeploymentHandle[Any], options: ServeOptions) -> MakeEnco
 
 
 class _LackingFileError(MissingMediaError):
-    """An error that is raised when a file is needed that the frontend has not sent.
+    """A file is needed that the frontend has not sent.
 
-    Calls that wait for the same item get a copy of it, also one that came with the file.
+    Calls that wait for the same item get a copy of this error, even if they brought the file.
     """
 
 

@@ -20,10 +20,10 @@ _MAX_CALLS = 2**14
 
 
 class MediaAffinityRouter(RequestRouter):
-    """A router that sends equal media to the same engine, unless that has too much to do."""
+    """A router that sends equal media to the same engine, unless that is overloaded."""
 
     def initialize_state(self, **settings: Any) -> None:
-        """Take the name of the deployment (`deployment`), and the fields of `LoadLimits`."""
+        """Accept the name of the deployment (`deployment`), and the fields of `LoadLimits`."""
         self._tally = placement.get_tally(settings.pop("deployment"))
         self._placement = placement.Placement(placement.LoadLimits(**settings))
         # Ray's id of a call -> the home of its key. Calls that are never sent leave theirs behind.
@@ -34,7 +34,6 @@ class MediaAffinityRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the engines in the order in which Ray shall try them."""
         began = time.perf_counter()
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         given = {} if pending_request is None else pending_request.kwargs
@@ -58,12 +57,10 @@ class MediaAffinityRouter(RequestRouter):
         return [[by_name[name]] for name in order]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take the replicas that live now."""
         super().update_replicas(replicas)
         self._note_replicas()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica that did not answer because it is gone."""
         super().on_replica_actor_died(replica_id)
         self._note_replicas()
 
@@ -73,7 +70,7 @@ class MediaAffinityRouter(RequestRouter):
         replica_id: ReplicaID,
         result: Any,  # noqa: ARG002
     ) -> None:
-        """Count a call that has been sent, and remember where its key was placed."""
+        """Count a call that has been sent, and note where its key was placed."""
         home = self._homes.get(pending_request.metadata.internal_request_id)
         key = pending_request.kwargs.get("routing_key")
         if home is None or not key:

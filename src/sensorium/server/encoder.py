@@ -1,4 +1,4 @@
-"""The process of an encoder that runs apart from engines: from its start to its end."""
+"""The process of a remote encoder, from its start to its end."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ _POOL_LOOK_S = 0.02
 
 
 class EncoderFailedError(SensoriumError):
-    """An error that means that the encoder can't go on, for example because its device failed."""
+    """An error that means that the encoder can't continue, for example after its device failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderProcessOptions:
-    """All options of the process of an encoder."""
-
     encode: EncodeOptions
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     media: MediaOptions = field(default_factory=MediaOptions)
@@ -40,7 +38,7 @@ class EncoderProcessOptions:
 def run_encoder(options: EncoderProcessOptions) -> None:
     """Load the encoders of a model, and serve engines until SIGINT or SIGTERM.
 
-    Items that are being encoded then are finished; a second signal ends the process at once. Raises
+    Items that are being encoded then are finished; a second signal ends the process at once. Raise
     a `SensoriumError` if the encoder can't be started, or if it fails.
     """
     has_json = options.log_format == "json"
@@ -87,7 +85,7 @@ def run_encoder(options: EncoderProcessOptions) -> None:
 
 
 def _catch_signals() -> threading.Event:
-    """Return an event that the first SIGINT or SIGTERM sets. The second one ends the process."""
+    """Return an event that the first SIGINT or SIGTERM sets; the second ends the process."""
     stop = threading.Event()
 
     def handle(number: int, _frame: FrameType | None) -> None:

@@ -1,7 +1,7 @@
 """Writes what people read: log lines on stderr, and the announcement of a server's start.
 
-Log lines are text or JSON, and have the name of the process. The parent prints the resolved options
-and the address of the server on stdout, or logs them too if the log is JSON.
+Log lines are text or JSON, and have the name of the process. The announcement is printed on stdout,
+or logged with its values in separate fields if the log is JSON.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ ACCESS_LOGGER = "uvicorn.access"
 
 
 class _Handler(logging.StreamHandler[TextIO]):
-    """A log handler that writes to stderr and ignores failures to write.
-
-    If a disk is full or a terminal is gone, the log line is lost. No error is printed about that,
-    and the code that logs gets no exception.
-    """
+    """A log handler for stderr that loses a line without an error if it can't be written."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not isinstance(sys.exception(), OSError):
@@ -41,10 +37,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class TextFormatter(logging.Formatter):
-    """A formatter of log records as lines of text that contain the name of the process.
-
-    `2026-01-31 12:34:56.789 INFO    core        sensorium.core.scheduler: text` is an example.
-    """
+    """A formatter of log records as lines of text that contain the name of the process."""
 
     default_msec_format = "%s.%03d"
 
@@ -86,9 +79,8 @@ def set_up_logging(
 ) -> None:
     """Set the format, the level and the destination (stderr) of all logs of this process.
 
-    `process` is the name of the process in its log lines, such as "parent", "core" or "frontend-0".
-    With `access_log` uvicorn logs a line for each HTTP request. Libraries log only warnings and
-    errors.
+    Log lines have the name `process`, such as "parent" or "frontend-0". With `access_log` uvicorn
+    logs a line for each HTTP request. Libraries log only warnings and errors.
     """
     handler = _Handler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
@@ -119,32 +111,22 @@ def adopt_library_logs() -> None:
 
 
 class Announcer:
-    """A writer of the messages about a server's start: its version, its engine, its URL.
-
-    The messages are printed on stdout for people. If the log format is JSON, they are logged
-    instead, and have their values in separate fields.
-    """
+    """A writer of the messages about a server's start: its version, its engine, its URL."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self._has_json = options.log_format == "json"
 
     def announce_start(self) -> None:
-        """Announce Sensorium's version, and that the server begins to load its model."""
         self._announce(f"Sensorium {__version__}: loading {self._options.model}", {})
 
     def announce_core(self, description: Rows) -> None:
-        """Announce the configuration of the engine, and of the processes and caches for media.
-
-        `description` has a name and a value for each setting. For a server without an engine, which
-        only renders prompts, it describes that server.
-        """
+        """Announce the rows that describe the engine, or a renderer, and those about media."""
         rows = [*description, *describe_media(self._options)]
         text = "the engine is ready" if self._has_json else format_rows(rows)
         self._announce(text, {"engine": dict(rows)})
 
     def announce_ready(self, url: str) -> None:
-        """Announce that the server accepts requests at the address `url`."""
         line = f"Sensorium is ready: {url}"
         if not self._has_json:
             kind = (
@@ -160,10 +142,7 @@ class Announcer:
 
 
 def announce(text: str, has_json: bool, fields: Mapping[str, object] | None = None) -> None:
-    """Print a message about the start of a process on stdout, or log it if the log is JSON.
-
-    The log line then has `fields` too.
-    """
+    """Print a message about the start of a process, or log it with `fields` if the log is JSON."""
     if has_json:
         logger.info(text, extra={"fields": fields or {}})
         return
@@ -177,11 +156,7 @@ def announce(text: str, has_json: bool, fields: Mapping[str, object] | None = No
 
 
 def describe_media(options: ServeOptions) -> Rows:
-    """Return what a server announces about its frontends and its processing of media.
-
-    Each row is a name and a value: the size of the processor cache (the cache of processed media),
-    the number of frontends, and the number of processes that decode and process media.
-    """
+    """Return what a server announces about its frontends and its processing of media."""
     num_processes = options.media.mm_processor_pool_size
     pool = "in the frontend's own process"
     if num_processes:
@@ -200,14 +175,14 @@ def describe_media(options: ServeOptions) -> Rows:
     if options.media.encoder is not None:
         above = options.media.encode_above
         kind = f"media of more than {above} bytes" if above else "all media"
-        rows.append(("encoder apart", f"{options.media.encoder}, for {kind}"))
+        rows.append(("remote encoder", f"{options.media.encoder}, for {kind}"))
     return tuple(rows)
 
 
 def _describe_cache(options: ServeOptions) -> str:
     if not options.media.capacity_bytes:
         return "off"
-    kind = "in shared memory" if options.shm_capacity_bytes else "lru, beside the engine"
+    kind = "in shared memory" if options.shm_capacity_bytes else "lru, next to the engine"
     if options.is_render_only:
         kind = "in each frontend" if options.api_server_count > 1 else "in the frontend"
     return f"{options.media.mm_processor_cache_gb:g} GiB, {kind}"

@@ -1,7 +1,6 @@
-"""The options of a server, as one value that goes to all of its processes.
+"""The options of a server and of its engine, as one value that goes to all of its processes.
 
-The options of the engine that the server runs are part of it. This module must not import torch,
-because the parent of the processes imports it too, and stays small.
+This module must not import torch, because the parent of the processes imports it and stays small.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """All options of a server: its address, its limits, its logs, and those of its engine.
-
-    An instance raises a `RequestError` when it is made with options that contradict each other.
-    """
+    """All options of a server and of its engine; contradictory ones raise a `RequestError`."""
 
     loading: LoadingOptions = field(default_factory=LoadingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
@@ -84,8 +80,8 @@ class ServeOptions:
         60.0,
         commands=SERVE,
         help="The time without progress of the engine after which /health is 503. After twice that "
-        "time the engine is killed and started again. A long step that goes on does not count, nor "
-        "does compiling kernels. 0 turns this off.",
+        "time the engine is killed and started again. A long step that continues does not count, "
+        "nor does compiling kernels. 0 turns this off.",
     )
     allowed_origins: tuple[str, ...] = _option(
         (),
@@ -226,8 +222,8 @@ class ServeOptions:
         False,
         commands=SERVE,
         help="Keep processed media that a client sends to /inference/v1/generate under the hash it "
-        "came with, for everybody. Without it such media is kept apart from what the server itself "
-        "processed.",
+        "came with, for everybody. Without it such media is kept separate from what the server "
+        "itself processed.",
     )
 
     log_format: LogFormat = option(
@@ -268,29 +264,19 @@ class ServeOptions:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Return the names by which requests may refer to the model.
-
-        Responses contain the first of them. Without the option `served_model_name` the only name is
-        the model as the user named it.
-        """
+        """Return the names by which requests may refer to the model; responses have the first."""
         return self.served_model_name or (self.model,)
 
     @property
     def model_label(self) -> str:
-        """Return the model for messages to people, with its names for clients if they differ.
-
-        For example "org/model as chat, assistant".
-        """
+        """Return the model for messages to people, such as "org/model as chat, assistant"."""
         if self.model_names == (self.model,):
             return self.model
         return f"{self.model} as {', '.join(self.model_names)}"
 
     @property
     def shm_capacity_bytes(self) -> int:
-        """Return the bytes of shared memory for the cache of processed media.
-
-        The result is 0 if the processes share no memory.
-        """
+        """Return the size of the shared memory for processed media in bytes, or 0 without any."""
         if self.is_render_only or not self.media.has_shared_memory:
             return 0
         return self.media.capacity_bytes

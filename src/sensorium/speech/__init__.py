@@ -1,1 +1,1 @@
-"""Turns sounds into text: the rules of speech models, without an engine and without HTTP."""
+"""Turns audio into text: the rules of speech models, without an engine and without HTTP."""

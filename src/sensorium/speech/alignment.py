@@ -1,7 +1,7 @@
-"""Finds when each token was said, from the attention of a decoder to the positions of a sound.
+"""Finds when each token was said, from the attention of a decoder to the positions of the audio.
 
-Attention is normalised and smoothed, averaged over the heads that follow the sound, and then the
-monotonic path with the most attention is searched. A token's time is where the path enters its row.
+Attention is normalised and smoothed, averaged over the alignment heads, and then the monotonic path
+with the most attention is searched. A token's time is where the path enters its row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def find_token_times(
     """Return the time of each token in seconds from the beginning of its window.
 
     `attention` is [heads, tokens, positions]. Positions from `num_positions` on are padding. The
-    row of a token is the one in which it was read, so that its time is where it ends.
+    row of a token is the one in which it was read, so its time is where it ends.
     """
     attention = attention[:, :, :num_positions]
     if 0 in attention.shape:
@@ -35,11 +35,8 @@ def find_token_times(
 
 
 def filter_median(values: npt.NDArray[np.float32], width: int) -> npt.NDArray[np.float32]:
-    """Return the running median of `width` values along the last axis, mirrored at the ends.
-
-    `width` is odd. A row that is too short to be mirrored is returned as it is.
-    """
-    half = width // 2
+    """Return the running median along the last axis, mirrored at the ends of long enough rows."""
+    half = width // 2  # `width` is odd
     length = values.shape[-1]
     if length <= half:
         return values
@@ -60,8 +57,7 @@ def find_path(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return rows and columns of the cheapest monotonic path through a matrix of finite costs.
 
-    The path goes from the first to the last cell in steps right, down or diagonally (dynamic time
-    warping). Where the two best ways are equal, it comes from the left.
+    It runs from the first to the last cell, right, down or diagonally (dynamic time warping).
     """
     is_diagonal, is_down = _find_steps(cost)
     row, column = cost.shape
@@ -82,11 +78,10 @@ def find_path(
 def _find_steps(
     cost: npt.NDArray[np.float64],
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Return whether the best path comes into a cell diagonally, and whether it comes down.
+    """Return whether the best path enters a cell diagonally, and whether from above.
 
-    Both arrays are [row + column, row], counted from 1. The cells of one anti-diagonal don't depend
-    on each other, so each is computed at once. Sums are float32, as in OpenAI's code, so that near
-    ties are decided alike.
+    Both arrays are [row + column, row], counted from 1. Anti-diagonals are computed at once. Sums
+    are float32, as in OpenAI's code, so that near ties are decided alike.
     """
     num_rows, num_columns = cost.shape
     num_diagonals = num_rows + num_columns + 1
@@ -102,6 +97,7 @@ def _find_steps(
         right = last[first:stop]
         comes_diagonally = is_diagonal[number, first:stop]
         comes_down = is_down[number, first:stop]
+        # Of two equal ways, the path takes the one from the left.
         np.less(diagonal, np.minimum(down, right), out=comes_diagonally)
         np.less(down, np.minimum(diagonal, right), out=comes_down)
         sums = current[first:stop]

@@ -1,9 +1,6 @@
 """Writes transcripts in the formats of OpenAI's API: json, text, srt, verbose_json and vtt.
 
-The structs are the JSON objects of the API, with its names and its order of fields. A field that is
-`UNSET` is not written.
-
-Rules of subtitles (`as_srt`, `as_vtt`):
+The structs are the API's JSON objects, in its order of fields. Rules of subtitles:
   1. Each cue has one line of text. Segments without text have no cue.
   2. Cues begin in the order of time, and each is at least a millisecond long.
 """
@@ -21,7 +18,7 @@ from sensorium.speech.transcript import Segment, SpeechUsage, Task, TokenScore, 
 
 SpeechFormat = Literal["json", "text", "srt", "verbose_json", "vtt"]
 SPEECH_FORMATS: tuple[SpeechFormat, ...] = get_args(SpeechFormat)
-_UNKNOWN = "unknown"  # the language if the model does not tell
+_UNKNOWN = "unknown"  # the language if the model does not name it
 _LEAST = -9999.0  # in place of minus infinity, which JSON can't write
 
 
@@ -40,7 +37,7 @@ class TokenUsage(Struct, frozen=True, kw_only=True):
 
 class DurationUsage(Struct, frozen=True, kw_only=True):
     type: Literal["duration"] = "duration"
-    seconds: int  # begun ones count
+    seconds: int  # rounded up
 
 
 class SpeechLogprob(Struct, frozen=True):
@@ -89,7 +86,7 @@ class VerboseSpeechAnswer(Struct, frozen=True, kw_only=True):
 
 
 def as_json(transcript: Transcript, *, has_logprobs: bool = False) -> SpeechAnswer:
-    """Return a transcript in the format "json", with log-probabilities of tokens if asked for."""
+    """Return a transcript in the format "json", optionally with log-probabilities of its tokens."""
     scores = (score for segment in transcript.segments for score in segment.scores)
     return SpeechAnswer(
         text=get_text(transcript),
@@ -99,20 +96,16 @@ def as_json(transcript: Transcript, *, has_logprobs: bool = False) -> SpeechAnsw
 
 
 def as_text(transcript: Transcript) -> str:
-    """Return a transcript in the format "text": one line, or those that the model has written."""
+    """Return a transcript in the format "text", with a line end."""
     return get_text(transcript) + "\n"
 
 
 class TextDeltas:
-    """The text of a transcript in parts, as its segments come.
-
-    All parts joined are the text of `as_text` without its line end. White space at the end of a
-    part is held back until more text comes.
-    """
+    """The parts of a transcript's text: joined, they are `as_text` without its line end."""
 
     def __init__(self) -> None:
         self.sent = ""
-        self._held = ""
+        self._held = ""  # white space, until more text comes
 
     def add(self, text: str) -> str:
         """Return the next part, which may be empty, for the text of a segment."""
@@ -124,17 +117,14 @@ class TextDeltas:
         return part
 
     def finish(self, whole: str) -> str:
-        """Return the last part, which no segment had, for the whole text of the transcript."""
+        """Return the part of the whole text that no segment had."""
         return whole[len(self.sent) :] if whole.startswith(self.sent) else ""
 
 
 def as_verbose(
     transcript: Transcript, *, has_segments: bool = True, has_words: bool = False
 ) -> VerboseSpeechAnswer:
-    """Return a transcript in the format "verbose_json", with the times that were asked for.
-
-    A translation is in English, whatever language was spoken.
-    """
+    """Return a transcript in the format "verbose_json". A translation's language is English."""
     code = "en" if transcript.task == "translate" else transcript.language or _UNKNOWN
     return VerboseSpeechAnswer(
         task=transcript.task,
@@ -148,7 +138,7 @@ def as_verbose(
 
 
 def as_srt(segments: Iterable[Segment]) -> str:
-    """Return the subtitles of a transcript in the format SubRip, with numbers from 1 on."""
+    """Return the subtitles of a transcript as SubRip, numbered from 1."""
     blocks = [
         f"{number}\n{_write_time(start, ',')} --> {_write_time(end, ',')}\n"
         # The format has no escapes, and an arrow is the sign of a line with times.
@@ -159,7 +149,6 @@ def as_srt(segments: Iterable[Segment]) -> str:
 
 
 def as_vtt(segments: Iterable[Segment]) -> str:
-    """Return the subtitles of a transcript in the format WebVTT."""
     blocks = [
         f"{_write_time(start, '.')} --> {_write_time(end, '.')}\n{_escape(text)}\n"
         for start, end, text in _make_cues(segments)
@@ -168,26 +157,22 @@ def as_vtt(segments: Iterable[Segment]) -> str:
 
 
 def as_plain(transcript: Transcript, form: SpeechFormat) -> str:
-    """Return a transcript in one of the formats that are not JSON: text, srt or vtt."""
     if form == "text":
         return as_text(transcript)
     return as_srt(transcript.segments) if form == "srt" else as_vtt(transcript.segments)
 
 
 def get_text(transcript: Transcript) -> str:
-    """Return the whole text of a transcript, without white space around it."""
     return transcript.text.strip()
 
 
 def make_logprobs(scores: Iterable[TokenScore]) -> list[SpeechLogprob]:
-    """Return the log-probabilities of tokens in the form of the API."""
     return [
         SpeechLogprob(score.text, _make_finite(score.logprob), list(score.utf8)) for score in scores
     ]
 
 
 def make_token_usage(usage: SpeechUsage) -> TokenUsage:
-    """Return the token counts of a transcript in the form of the API."""
     num_input_tokens = usage.num_text_tokens + usage.num_audio_tokens
     return TokenUsage(
         input_tokens=num_input_tokens,
@@ -221,7 +206,7 @@ def _make_words(segments: Iterable[Segment]) -> Iterator[SpeechWord]:
 
 
 def _make_cues(segments: Iterable[Segment]) -> Iterator[tuple[int, int, str]]:
-    """Yield the beginning and the end in milliseconds, and the text, of each subtitle."""
+    """Yield the start and the end in milliseconds, and the text, of each subtitle."""
     earliest = 0
     for segment in segments:
         # Not `split()`: it would also change spaces that belong to the text of some languages.
@@ -234,7 +219,6 @@ def _make_cues(segments: Iterable[Segment]) -> Iterator[tuple[int, int, str]]:
 
 
 def _write_time(num_ms: int, mark: str) -> str:
-    """Return a time as hours, minutes, seconds and milliseconds, with `mark` before the last."""
     seconds, num_ms = divmod(num_ms, 1000)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)

@@ -1,11 +1,8 @@
-"""Turns what recognisers find in the frames of a sound into words, segments and their times.
+"""Reads words, segments and their times from the frames of CTC and transducer models.
 
-A CTC or transducer model has no decoder of tokens (see `models.ctc_transducer`). For each piece of
-audio it gives a table, from which everything here is read. Pieces do not depend on each other.
-
-Rules:
-  1. CTC: equal tokens in frames that follow each other are one token, and blanks are none.
-  2. Words are parted by spaces. A word begins with its first token and ends with its last one.
+Such a model gives a table for each piece of audio (see `models.ctc_transducer`). Rules:
+  1. CTC: equal tokens in consecutive frames are one token, and blanks are none.
+  2. Spaces separate words. A word begins with its first token and ends with its last one.
   3. A segment ends with a piece, with a sentence, and before a pause.
   4. The texts of all segments of a piece, joined, are the text of the whole piece.
 """
@@ -30,17 +27,14 @@ Table = npt.NDArray[np.float32]
 Decode = Callable[[Sequence[int]], str]
 _PAUSE_S = 0.8  # as long as a pause between two sentences
 _SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")  # noqa: RUF001 - full-width marks are meant
-# A TDT gives these a time behind the word that they belong to. Transformers sets them back to its
-# end, and so does NeMo.
+# A TDT gives these a time after the word that they belong to. Transformers and NeMo set them back
+# to its end.
 _MARKS = frozenset("?'¡¿-:,%/.!")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of a sound: the samples [start, end), and its rows [first_row, end_row) of features.
-
-    A recogniser computes it on its own.
-    """
+    """Samples [start, end) and feature rows [first_row, end_row) that are computed alone."""
 
     start: int
     end: int
@@ -50,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedToken:
-    """A token that was heard in the frames [start, end) of a piece."""
+    """A token that was found in the frames [start, end) of a piece."""
 
     token_id: int
     logprob: float
@@ -60,7 +54,7 @@ class TimedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedWord:
-    """A word: its place [begin, end) in the text of its piece, and its tokens [first, last]."""
+    """A word: the characters [begin, end) of its piece's text, and the tokens [first, last]."""
 
     begin: int
     end: int
@@ -70,17 +64,16 @@ class TimedWord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameRules:
-    """What has to be known of a recogniser to read its tables."""
+    """The facts about a model that are needed to read its tables."""
 
     head: Head
     blank_id: int
     rate: int  # samples of a second
     samples_per_frame: int
-    decode: Decode  # the text of tokens that were heard, of which none is a blank
+    decode: Decode  # the text of tokens without blanks
 
 
 def read_table(table: Table, rules: FrameRules) -> list[TimedToken]:
-    """Return the tokens of a piece, in order of time."""
     if rules.head == "ctc":
         return collapse(table, rules.blank_id)
     tokens = [
@@ -96,10 +89,7 @@ def read_table(table: Table, rules: FrameRules) -> list[TimedToken]:
 
 
 def collapse(table: Table, blank_id: int) -> list[TimedToken]:
-    """Return the tokens of a CTC model, given the likeliest token of each frame and its score.
-
-    The log-probability of a token is the mean over its frames.
-    """
+    """Return the tokens of a CTC model, given the likeliest token of each frame and its score."""
     tokens, start = [], 0
     for token_id, run in groupby(table[:, 0].astype(np.int64).tolist()):
         end = start + len(list(run))
@@ -111,7 +101,6 @@ def collapse(table: Table, blank_id: int) -> list[TimedToken]:
 
 
 def _set_back_marks(tokens: Sequence[TimedToken], decode: Decode) -> list[TimedToken]:
-    """Move punctuation to the end of the token before it."""
     moved = list(tokens[:1])
     for token in tokens[1:]:
         before = moved[-1]
@@ -123,23 +112,20 @@ def _set_back_marks(tokens: Sequence[TimedToken], decode: Decode) -> list[TimedT
 
 
 def find_words(tokens: Sequence[TimedToken], decode: Decode) -> tuple[str, list[TimedWord]]:
-    """Return the text of a piece and its words.
-
-    A token begins a word if a space comes before it in the text of the word so far. A token may
-    also be nothing but a space: then it is part of no word.
-    """
+    """Return the text of a piece and its words."""
     token_ids = [token.token_id for token in tokens]
     text = decode(token_ids)
     words: list[TimedWord] = []
     position, first = 0, 0
     for index in range(1, len(tokens) + 1):
         is_last = index == len(tokens)
+        # A token begins a word if a space comes before it in the text of the word so far.
         if not is_last and len(decode(token_ids[first : index + 1]).split()) < 2:
             continue
         # A tokenizer may write a word in another way where it stands in the text.
         word = decode(token_ids[first:index]).strip()
         begin = max(text.find(word, position), position)
-        if word:
+        if word:  # a token that is only a space is part of no word
             while not decode(token_ids[first : first + 1]).strip() and first < index - 1:
                 first += 1
             last = index - 1
@@ -158,10 +144,7 @@ def transcribe_frames(
     duration_s: float,
     options: SpeechOptions,
 ) -> Transcription:
-    """Return a generator that asks for the pieces of a sound and returns its transcript.
-
-    The frames of its requests are rows of the sound's features.
-    """
+    """Return a generator that asks for pieces of feature rows and returns the transcript."""
     segments: list[Segment] = []
     num_tokens = num_frames = 0
     requests = look_ahead(
@@ -179,7 +162,7 @@ def transcribe_frames(
     for piece, request in zip(pieces, requests, strict=True):
         result = yield request
         if result is None or result.frames is None:
-            raise InvariantError("a piece of a sound was not answered")
+            raise InvariantError("a piece of audio was not answered")
         tokens = read_table(result.frames, rules)
         num_tokens += len(tokens)
         num_frames += round((piece.end - piece.start) / rules.samples_per_frame)
@@ -203,11 +186,10 @@ def _make_segments(
     options: SpeechOptions,
     num_before: int,
 ) -> list[Segment]:
-    """Return the segments of a piece, given how many segments come before them."""
     text, words = find_words(tokens, rules.decode)
 
     def get_time(frame: int) -> float:
-        """Return the second of a frame's begin. No time is behind the end of the piece."""
+        """Return the second at which a frame starts. No time is after the end of the piece."""
         return min(piece.start + frame * rules.samples_per_frame, piece.end) / rules.rate
 
     times = [
@@ -242,7 +224,6 @@ def _make_segments(
 
 
 def _find_segments(words: Sequence[Word]) -> list[tuple[int, int]]:
-    """Return the words [first, stop) of each segment of a piece."""
     cuts = [0]
     for index in range(1, len(words)):
         before, word = words[index - 1], words[index]

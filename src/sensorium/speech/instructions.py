@@ -1,7 +1,7 @@
-"""How models that chat are asked to write down a sound, and how their answers are read.
+"""How chat models are asked for a transcript, and how their answers are read.
 
-The words are those that the authors of a family recommend or use in their own evaluation. A model
-of any other family gets a plain request. Nothing here knows a chat template or a tokenizer.
+The texts are those that the authors of a family recommend or use in their own evaluation. A model
+of any other family gets a plain request. Uses no chat template and no tokenizer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sensorium.speech.options import SpeechOptions
 from sensorium.types.errors import RequestError
 
 CANNOT_TRANSLATE = "this model does not translate what is said"
-SOUND = {"type": "audio", "audio": b""}  # the place of the sound in a message
+SOUND = {"type": "audio", "audio": b""}  # the place of the audio in a message
 
 
 class Reading(NamedTuple):
@@ -56,10 +56,7 @@ _FRAMES = (
 
 
 def _read_framed(answer: str) -> Reading:
-    """Read an answer that may be a sentence around the transcript (Audio Flamingo, GLM-ASR).
-
-    For example: The spoken content of the audio is "Hello.".
-    """
+    """Read an answer that may be a sentence around the transcript (Audio Flamingo, GLM-ASR)."""
     text = answer.strip()
     for frame in _FRAMES:
         if text.startswith(frame):
@@ -71,24 +68,22 @@ def _read_framed(answer: str) -> Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """The messages with which a family is asked for a transcript.
+    """The messages with which a family is asked for a transcript."""
 
-    In all texts, `{language}` is the English name of the spoken language, `{code}` its code and
-    `{prompt}` the text that the caller gave.
-    """
-
-    transcribe: str  # beside a sound in any language
+    # In all texts, `{language}` is the English name of the spoken language, `{code}` its code and
+    # `{prompt}` the text that the caller gave.
+    transcribe: str  # next to audio in any language
     transcribe_known: str | None = None  # if the language is given; `None`: it can't be given
     translate: str | None = None  # `None`: the model does not translate
     translate_known: str | None = None
     system: str = ""  # the system message; empty: there is none
     system_translate: str = ""
     context: str | None = None  # is added if the caller gives a prompt; `None`: it can't be given
-    is_context_in_system: bool = False  # else it comes after the text beside the sound
+    is_context_in_system: bool = False  # else it comes after the text next to the audio
     is_audio_first: bool = True
     prefill: str = ""  # how the answer begins, if the language is given
     languages: tuple[str, ...] | None = None  # codes; `None`: any
-    max_s: float = 30.0  # the longest sound that is asked about at once, in seconds
+    max_s: float = 30.0  # the longest audio of one request, in seconds
     read: Callable[[str], Reading] = _read_plain
 
     @property
@@ -96,9 +91,9 @@ class Instruction:
         return self.translate is not None
 
     def find_language(self, options: SpeechOptions) -> str | None:
-        """Return the code of the spoken language if it is given, or if the model knows one alone.
+        """Return the code of the spoken language if it is given, or if the model has only one.
 
-        Raise a `RequestError` if the language is not known, or if this model takes none.
+        Raise a `RequestError` if the language is unknown, or if this model takes none.
         """
         if options.language is None:
             return self.languages[0] if self.languages and len(self.languages) == 1 else None
@@ -106,8 +101,8 @@ class Instruction:
         if code not in NAMES or (self.languages is not None and code not in self.languages):
             known = ", ".join(self.languages or ("en", "de", "fr", "…"))
             raise RequestError(
-                f"{options.language[:50]!r} is no language that this model can be told (it can be "
-                f"told: {known})",
+                f"{options.language[:50]!r} is no language that this model takes (it takes: "
+                f"{known})",
                 path=("language",),
             )
         if self._choose_text(options, is_known=True) is None:
@@ -117,10 +112,9 @@ class Instruction:
         return code
 
     def make_messages(self, options: SpeechOptions) -> list[dict[str, Any]]:
-        """Return the conversation that asks for a transcript, with `SOUND` in place of the sound.
+        """Return the conversation that asks for a transcript, with `SOUND` in place of the audio.
 
-        The last message is the beginning of the answer if the family prescribes one. Raise a
-        `RequestError` if the model does not take one of the options.
+        Raise a `RequestError` if the model does not take one of the options.
         """
         code = self.find_language(options)
         if options.prompt and self.context is None:
@@ -242,11 +236,7 @@ _EMBEDDED = Instruction(
 
 
 def find_instruction(model_type: str, folder: str) -> Instruction:
-    """Return how a model is asked for a transcript.
-
-    `model_type` is that of its config, and `folder` the name of the folder of its checkpoint, by
-    which the model that comes with the package is known.
-    """
+    """Return how a model is asked; the name of its checkpoint's folder shows the embedded one."""
     if folder.startswith(EMBEDDED_MODEL):
         return _EMBEDDED
     return _INSTRUCTIONS.get(model_type, _DEFAULT)

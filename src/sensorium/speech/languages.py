@@ -1,7 +1,6 @@
-"""The languages of Whisper's models: their codes, their names, and which are written in words.
+"""The languages of Whisper's models: their codes, their names, and which have spaces between words.
 
-The codes are those of Whisper's tokens, which are ISO 639-1 with a few exceptions. A checkpoint may
-have fewer languages; its own list decides.
+Codes are Whisper's tokens: ISO 639-1 with a few exceptions. A checkpoint may have fewer languages.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ _OTHER_NAMES = """
 
 
 def _read(table: str) -> list[tuple[str, str]]:
-    """Return the pairs of code and name that a table has, with spaces for underscores."""
     pairs = (entry.partition("=") for entry in table.replace("\n", " ").split())
     return [(code, name.replace("_", " ")) for code, _, name in pairs]
 
@@ -40,9 +38,6 @@ WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
 
 
 def find_code(language: str) -> str:
-    """Return the code of a language that is given by its name or its code, in any case.
-
-    A text that is no known name is returned in lower case, because it may be a code.
-    """
+    """Return a language's code, given its name or code in any case; an unknown text is lowered."""
     text = language.strip().lower()
     return _CODES.get(text, text)

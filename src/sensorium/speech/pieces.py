@@ -1,6 +1,7 @@
-"""Transcribes long sounds in pieces, for models that write down one short sound at a time.
+"""Transcribes long audio in pieces, for models that take a short one at a time.
 
-A piece ends where the sound is quiet, so that no word is cut in two.
+A piece ends where the audio is quiet, so that no word is cut in two. If it has text, it is a
+segment.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sensorium.utils.silences import Samples, find_cuts
 
 _TOKENS_PER_S = 6.5  # more than anyone speaks; a text with more repeats itself
 _MIN_TOKENS = 8
-_POSITIONS_PER_S = 50  # that sounds are counted by, as those of Whisper
+_POSITIONS_PER_S = 50  # for the usage, as with Whisper
 
 
 def transcribe_pieces(
@@ -33,16 +34,12 @@ def transcribe_pieces(
     *,
     max_s: float,
     prompt_token_ids: tuple[int, ...],
-    end_ids: Collection[int],
-    max_positions: int,
+    end_ids: Collection[int],  # tokens that end a text
+    max_positions: int,  # of the decoder
     tokenizer: SpeechTokenizer,
     options: SpeechOptions,
 ) -> Transcription:
-    """Return a generator that asks for the pieces of a sound and returns its transcript.
-
-    The frames of its requests are samples. `max_positions` is the context of the decoder, and
-    `end_ids` are the tokens that end a text. Each piece is a segment.
-    """
+    """Return a generator that asks for pieces, in samples, and returns the transcript."""
 
     def make_request(start: int, end: int) -> WindowRequest:
         most = max(_MIN_TOKENS, math.ceil(_TOKENS_PER_S * (end - start) / rate))
@@ -69,7 +66,7 @@ def transcribe_pieces(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceText:
-    """What was written down of a piece, and which tokens of the result are its text."""
+    """The text of a piece, and the tokens of the result that are the text."""
 
     text: str  # without white space around it
     kept: Sequence[int]  # indices into the tokens of the result
@@ -86,21 +83,16 @@ def transcribe_cuts(
     read: Callable[[WindowResult], PieceText],
     tokenizer: SpeechTokenizer,
     options: SpeechOptions,
-    language: str | None = None,
+    language: str | None = None,  # its code; None: the first one that the model names
 ) -> Transcription:
-    """Return a generator that asks for pieces [start, end) of a sound, and returns its transcript.
-
-    The pieces are in samples. `make_request` makes the request of a piece, and `read` reads the
-    result. `language` is the code of the spoken language, if the caller has given it. Otherwise it
-    is the first one that the model names. Each piece that has a text is a segment.
-    """
+    """Return a generator that asks for pieces, in samples, and returns their transcript."""
     segments: list[Segment] = []
     usage = SpeechUsage()
     requests = look_ahead([make_request(start, end) for start, end in cuts])
     for (start, end), request in zip(cuts, requests, strict=True):
         result = yield request
         if result is None:
-            raise InvariantError("a piece of a sound was not answered")
+            raise InvariantError("a piece of audio was not answered")
         piece = read(result)
         usage = SpeechUsage(
             num_text_tokens=usage.num_text_tokens + piece.num_text_tokens,

@@ -1,8 +1,8 @@
 """Cuts the tokens of a window into pieces at Whisper's timestamps, and finds the next window.
 
-A pair of timestamps ends one piece and begins the next. Tokens behind the last pair are not kept,
-because the sound was cut in the middle of them; the next window begins at that pair. If there is
-only one timestamp at the end, nothing was said behind it, and the window is done.
+A pair of timestamps ends one piece and begins the next. Tokens after the last pair are not kept,
+because the audio was cut in the middle of them; the next window begins at that pair. If there is
+only one timestamp at the end, nothing was said after it, and the window is done.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sensorium.speech.whisper_tokens import FRAMES_PER_POSITION
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """The tokens from index `start` to before `stop`, and their time in frames of the window."""
+    """The tokens [start, stop), and their time in frames of the window."""
 
     start: int
     stop: int
@@ -28,8 +28,7 @@ def cut_at_timestamps(
 ) -> tuple[list[Piece], int]:
     """Return the pieces of a window, and how many frames after it the next window begins.
 
-    The number of frames is never 0, so that the windows of a sound come to an end. `token_ids` are
-    without the end of the text; `num_frames` are those of the window that are not padding.
+    That is never 0, so the windows end. `token_ids` has no end of text, `num_frames` no padding.
     """
     is_timestamp = [token_id >= first_timestamp_id for token_id in token_ids]
     cuts = [i for i in range(1, len(token_ids)) if is_timestamp[i - 1] and is_timestamp[i]]

@@ -1,15 +1,14 @@
-"""Whisper's rules: how a sound of any length becomes a transcript, window by window.
+"""Whisper's rules: how audio of any length becomes a transcript, window by window.
 
-A window has 30 seconds. Where the next one begins is decided by the timestamps that the model has
-written. The rules ask for windows and get tokens (see `windows`); they know no engine. With equal
-settings they give the tokens and segments of `WhisperForConditionalGeneration.generate` of
-Transformers.
+A window has 30 seconds. The timestamps that the model has written decide where the next one begins.
+The rules ask for windows and get tokens (see `windows`); they use no engine. With equal settings
+they give the tokens and segments of Transformers' `WhisperForConditionalGeneration.generate`.
 
 Invariants:
   1. Each window begins after the one before it, so the loop ends.
   2. Times lie in [0, duration] and never go back, whatever tokens the model writes.
   3. A segment is yielded once, after its window was accepted, with all it will ever have.
-  4. The windows, and the tokens of all attempts at them, are bounded by the length of the sound.
+  4. The windows, and the tokens of all attempts at them, are bounded by the length of the audio.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from sensorium.types.sampling import NO_BANS, TimestampRules
 FRAMES_PER_S = 100
 # A text that was decoded at this temperature or above is too uncertain to lead the next window.
 _MAX_CARRIED_TEMPERATURE = 0.5
-# The most tokens of a text that is drawn at random. Writings such as Burmese have the most: about a
-# token for each byte, so that a fast speaker says 40 of them in a second.
+# The most tokens of a text that is sampled at random. Scripts such as Burmese have the most: about
+# a token for each byte, so that a fast speaker says 40 of them in a second.
 _LEAST_ROOM = 64
 _ROOM_PER_S = 50
-_NUM_ATTEMPTS = 6  # at all that is said, each with as many tokens
+_NUM_ATTEMPTS = 6  # at all of the audio, each with as many tokens
 _WINDOW_TOKENS = 64  # a window that is encoded counts as so many
 
 
@@ -54,10 +53,10 @@ def transcribe_whisper(
     options: SpeechOptions,
     settings: WhisperSettings | None = None,
 ) -> Transcription:
-    """Return a generator that asks for the windows of a sound and returns its transcript.
+    """Return a generator that asks for windows of audio and returns the transcript.
 
-    `num_frames` are the frames of the sound without padding. Raise `RequestError` at once if the
-    model lacks the language or the task, or if the prompt has special tokens.
+    `num_frames` are without padding. Raise `RequestError` at once if the model lacks the language
+    or the task, or if the prompt has special tokens.
     """
     rules = _WhisperRules(
         tokens, tokenizer, num_frames, duration_s, options, settings or WhisperSettings()
@@ -155,7 +154,7 @@ class _WhisperRules:
 
     @property
     def _num_window_frames(self) -> int:
-        """The number of frames of the present window that are not padding."""
+        """Return the number of frames of the present window without padding."""
         return min(self._num_frames - self._seek, self._tokens.num_window_frames)
 
     def _detect_language(self) -> Generator[WindowRequest | Segment, WindowResult | None, None]:
@@ -165,7 +164,7 @@ class _WhisperRules:
             num_frames=self._num_window_frames,
             prompt_token_ids=(self._tokens.start_id,),
             max_tokens=1,
-            bans=NO_BANS,  # a text may not have the tokens of languages, but this is none
+            bans=NO_BANS,  # a text may not have the tokens of languages, but this is no text
             allowed=tuple(sorted(codes)),
         )
         result = yield from _ask(request)
@@ -178,8 +177,8 @@ class _WhisperRules:
         prompt = (*self._list_previous(), *self._list_first_tokens())
         room = self._get_room(prompt)
         for temperature in self._temperatures:
-            # A text that is drawn at random goes on where nothing is said any more. The likeliest
-            # text has all the room, as in Transformers.
+            # A text that is sampled at random continues where nothing is said any more. The
+            # likeliest text has all the room, as in Transformers.
             most = count_room(self._num_window_frames) if temperature > 0 else room
             request = self._make_request(prompt, min(room, most), temperature)
             result = yield from _ask(request)
@@ -193,41 +192,35 @@ class _WhisperRules:
 
     @property
     def _has_spent_all(self) -> bool:
-        """Whether there was too much work for all that was heard up to the window's end.
+        """Whether there was too much work for the audio up to the window's end.
 
-        Then the window is not tried again, and the next one begins where it ends. Otherwise a sound
-        of a second could have fifty windows with six attempts each, if a model writes times of some
-        hundredths of a second. The room of one window is for a text that never ends.
+        Then the window is not tried again, and the next one begins where it ends. Otherwise one
+        second of audio could have fifty windows with six attempts each, if a model writes times of
+        some hundredths of a second. The room of one window is for a text that never ends.
         """
         num_frames = self._seek + self._num_window_frames
         most = self._tokens.max_positions + _NUM_ATTEMPTS * count_room(num_frames)
         return self._num_output_tokens + _WINDOW_TOKENS * self._num_windows >= most
 
     def _get_room(self, prompt: tuple[int, ...]) -> int:
-        """Return how many tokens the text of the next window may have, and update the limit.
-
-        Transformers adds the prompt of each window to the limit that the window before it had, at
-        most as much as text may be carried.
-        """
+        """Return how many tokens the text of the next window may have, and update the limit."""
         room = self._tokens.max_positions - len(prompt)
         if self._settings.max_new_tokens is not None:
             return min(room, self._settings.max_new_tokens)
         if self._max_length is None:
             return room
+        # Transformers adds the prompt of each window to the limit that the window before it had, at
+        # most as much as text may be carried.
         self._max_length += min(len(prompt), self._max_previous)
         return max(1, min(room, self._max_length - len(prompt)))
 
     def _list_previous(self) -> tuple[int, ...]:
-        """Return the tokens that come before the transcript of this window.
-
-        A window that is not given the text before it is given the caller's prompt alone, as by
-        Transformers.
-        """
+        """Return the tokens before the transcript of this window."""
+        # Without the text of earlier windows, the caller's prompt alone, as by Transformers.
         previous = self._previous if self._carries_previous else self._prompt
         return (self._tokens.previous_id, *previous) if previous else ()
 
     def _list_first_tokens(self) -> list[int]:
-        """Return the tokens with which a transcript begins: start, language, task, timestamps."""
         tokens = self._tokens
         first = [tokens.start_id]
         if tokens.is_multilingual and self._language is not None:
@@ -252,7 +245,7 @@ class _WhisperRules:
             temperature=temperature,
             bans=tokens.bans,
             timestamps=rules if self._has_timestamps else None,
-            # Silence shows right behind the start of the transcript.
+            # Silence shows right after the start of the transcript.
             scored_token=(len(prompt) - len(self._list_first_tokens()), tokens.no_speech_id),
         )
 
@@ -280,7 +273,7 @@ class _WhisperRules:
         return least is not None and attempt.avg_logprob < least
 
     def _is_silent(self, attempt: _Attempt) -> bool:
-        """True if nothing was said: silence is likely, and the text is not."""
+        """Return whether nothing was said: silence is likely, and the text is not."""
         most = self._settings.max_no_speech_prob
         is_silence = most is not None and attempt.no_speech_prob > most
         # Without a threshold for the text, silence is enough.
@@ -289,7 +282,7 @@ class _WhisperRules:
     def _accept(
         self, attempt: _Attempt
     ) -> Generator[WindowRequest | Segment, WindowResult | None, None]:
-        """Yield the segments of a window, and go on to the next one."""
+        """Yield the segments of a window, and move to the next one."""
         pieces, num_frames = cut_at_timestamps(
             attempt.token_ids,
             first_timestamp_id=self._tokens.first_timestamp_id,
@@ -312,7 +305,7 @@ class _WhisperRules:
     def _find_times(
         self, attempt: _Attempt
     ) -> Generator[WindowRequest | Segment, WindowResult | None, Sequence[float]]:
-        """Return when each token of a window ends, in seconds from the window's beginning."""
+        """Return when each token of a window ends, in seconds from the window's start."""
         # If the text has no end, its last token was never read. Like Transformers, it gets the
         # time of the one before. So the prompt is never longer than the decoder's positions.
         read = attempt.token_ids if attempt.has_end else attempt.token_ids[:-1]
@@ -398,7 +391,7 @@ class _WhisperRules:
         return self._tokenizer.decode([each for each in token_ids if self._tokens.is_text(each)])
 
     def _clamp(self, time: float, least: float) -> float:
-        """Return a time that is not before `least`, which is in the sound, nor after the sound."""
+        """Return a time between `least` and the end of the audio."""
         return min(max(time, least), self._duration_s)
 
 
@@ -412,7 +405,7 @@ def _ask(
 
 
 def count_room(num_frames: int) -> int:
-    """Return how many tokens may be drawn at random for what is said in so many frames."""
+    """Return how many tokens may be sampled at random for so many frames of audio."""
     return _LEAST_ROOM + math.ceil(_ROOM_PER_S * num_frames / FRAMES_PER_S)
 
 
@@ -434,13 +427,13 @@ def encode_prompt(text: str, tokens: WhisperTokens, tokenizer: SpeechTokenizer) 
 
 
 def compress_tokens(token_ids: Sequence[int], vocab_size: int) -> float:
-    """Return how many times shorter tokens become by compression, as Transformers measures it."""
+    """Return the compression ratio of tokens, as Transformers measures it."""
     num_bytes = int(math.log2(vocab_size) / 8) + 1
     content = b"".join(token_id.to_bytes(num_bytes, "little") for token_id in token_ids)
     return len(content) / len(zlib.compress(content))
 
 
 def compress_text(text: str) -> float:
-    """Return how many times shorter a text becomes by compression, as OpenAI measures it."""
+    """Return the compression ratio of a text, as OpenAI measures it."""
     content = text.encode(errors="replace")
     return len(content) / len(zlib.compress(content))

@@ -1,7 +1,7 @@
 """What a Whisper checkpoint says about its tokens, its windows and its thresholds.
 
-The values come from the files `generation_config.json` and `config.json`, in the places in which
-Transformers looks for them. Old checkpoints lack some of them; the tokenizer then has the tokens.
+The values come from `generation_config.json` and `config.json`, where Transformers looks for them.
+Old checkpoints lack some of them; the tokenizer then has the tokens.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from sensorium.speech.transcript import Task
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.sampling import TokenBans
 
-FRAMES_PER_POSITION = 2  # frames of the sound for one position of the encoder
+FRAMES_PER_POSITION = 2  # frames of audio for one position of the encoder
 _FIRST_MULTILINGUAL_VOCAB_SIZE = 51_865  # OpenAI's English-only checkpoints have one token less
 _MEDIAN_FILTER_WIDTH = 7
 _TASKS: tuple[Task, ...] = ("transcribe", "translate")
 
 
 class SpeechTokenizer(Protocol):
-    """What the rules of speech models need of a tokenizer."""
+    """The part of a tokenizer that the rules of speech models need."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the tokens of a text, without tokens that a template would add."""
@@ -46,7 +46,7 @@ class WhisperTokens:
     end_id: int
     previous_id: int  # begins the text that comes before the transcript
     no_timestamps_id: int
-    language_ids: Mapping[str, int]  # code -> token; empty for English-only models
+    language_ids: Mapping[str, int]  # code (no brackets) -> token; empty for English-only models
     task_ids: Mapping[Task, int]  # empty for English-only models
     is_multilingual: bool
     special_ids: frozenset[int]  # all special tokens before the timestamps
@@ -101,7 +101,7 @@ class WhisperSettings:
     min_avg_logprob: float | None = -1.0
     # A window is silent if this probability is exceeded and its text is too unlikely as well.
     max_no_speech_prob: float | None = 0.6
-    # A window is given the text before it. Not by default, because Whisper then tends to go on with
+    # A window is given the text before it. Not by default, because Whisper then tends to continue
     # that text instead of listening: a mistake in one window leads to mistakes in all later ones.
     condition_on_prev_tokens: bool = False
     # The most tokens of a window's text. None: what the decoder has room for. If both are given,
@@ -111,7 +111,7 @@ class WhisperSettings:
 
 
 def read_whisper_settings(generation_config: Mapping[str, Any]) -> WhisperSettings:
-    """Return the default settings with those that a generation config has in their place."""
+    """Return the default settings, overridden by those of a generation config."""
     names = {
         "compression_ratio_threshold": "max_compression_ratio",
         "logprob_threshold": "min_avg_logprob",
@@ -137,11 +137,7 @@ def read_whisper_tokens(
     tokenizer: SpeechTokenizer,
     bans: TokenBans,
 ) -> WhisperTokens:
-    """Return what a checkpoint says of its tokens, or raise `ModelError` if something is missing.
-
-    Both configs are the contents of the checkpoint's files as plain values. `bans` are those that
-    its generation config has.
-    """
+    """Return what a checkpoint says of its tokens, or raise `ModelError` if some are missing."""
     vocab_size = _read_size(config, "vocab_size")
     suppressed = _read_ids(generation_config, config, "suppress_tokens")
     no_timestamps_id = _first(
@@ -231,7 +227,6 @@ def _read_ids(
 def _read_languages(
     generation_config: Mapping[str, Any], tokenizer: SpeechTokenizer
 ) -> dict[str, int]:
-    """Return the tokens of languages by their codes, without the brackets around the codes."""
     given = generation_config.get("lang_to_id")
     if given:
         return {token.removeprefix("<|").removesuffix("|>"): given[token] for token in given}
@@ -257,11 +252,7 @@ def _list_other_specials(tokenizer: SpeechTokenizer) -> list[int]:
 def _read_heads(
     generation_config: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the heads of cross-attention that follow the sound.
-
-    If the checkpoint does not name them, all heads of the last half of the layers are taken, as
-    OpenAI's code does.
-    """
+    """Return the alignment heads, by default all of the last half of the layers, as at OpenAI."""
     num_layers = _read_size(config, "decoder_layers")
     num_heads = _read_size(config, "decoder_attention_heads")
     given = generation_config.get("alignment_heads")

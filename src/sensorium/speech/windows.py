@@ -1,7 +1,7 @@
-"""What the rules of a speech model ask of an engine, and what it answers: one window of a sound.
+"""The interface between the rules of a speech model and an engine: one window of audio at a time.
 
-The rules are generators that yield `WindowRequest`s and are sent `WindowResult`s, so that they know
-no engine. In between they yield each `Segment` that is final.
+The rules are generators that yield `WindowRequest`s and are sent `WindowResult`s, so they use no
+engine. In between they yield each `Segment` that is final.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ _NUM_AHEAD = 3  # windows that may run before the result of an earlier one is kn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowRequest:
-    """A window of a sound to decode: the frames [first_frame, first_frame + num_frames).
-
-    Frames behind the last one are padding. With `needs_alignment`, nothing is decoded: the prompt
-    holds the whole text, and the result has the attention of its tokens to the sound.
-    """
+    """A window of audio to decode: frames [first_frame, first_frame + num_frames), then padding."""
 
     first_frame: int
     num_frames: int
@@ -36,17 +32,18 @@ class WindowRequest:
     # do not hold then.
     allowed: tuple[int, ...] | None = None
     timestamps: TimestampRules | None = None
-    # Of this token, the probability right behind the prompt's token at an index is wanted.
+    # Of this token, the probability right after the prompt's token at an index is wanted.
     scored_token: tuple[int, int] | None = None  # (index in the prompt, token id)
+    # Nothing is decoded: the prompt holds the whole text, and the result has its alignment.
     needs_alignment: bool = False
     # Nothing is decoded: the result has what a model without a decoder has found in the window.
     needs_frames: bool = False
-    # Requests that come next whatever this one's result is, so that they may run beside it.
+    # Requests that come next whatever this one's result is, so that they may run in parallel.
     following: tuple[WindowRequest, ...] = field(default=(), compare=False)
 
 
 def look_ahead(requests: Sequence[WindowRequest]) -> list[WindowRequest]:
-    """Return windows that do not depend on each other, each with some that may run beside it."""
+    """Return windows that do not depend on each other, each with some that may run with it."""
     return [
         replace(request, following=tuple(requests[index + 1 : index + 1 + _NUM_AHEAD]))
         for index, request in enumerate(requests)
@@ -55,19 +52,16 @@ def look_ahead(requests: Sequence[WindowRequest]) -> list[WindowRequest]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowResult:
-    """The decoded tokens of a window, with the end-of-sequence token if the answer has one.
-
-    Log-probabilities are those after all rules, before the temperature.
-    """
+    """The decoded tokens of a window, with the end-of-sequence token if the answer has one."""
 
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    prompt_token_ids: Sequence[int] = ()  # with the placeholders of the sound, if it has any
+    logprobs: tuple[float, ...] = ()  # after all rules, before the temperature
+    prompt_token_ids: Sequence[int] = ()  # with the placeholders of the audio, if it has any
     scored_probability: float | None = None
     # The attention of the prompt's tokens to the positions of the window, for each of the heads
     # that align: float32 [heads, tokens, positions].
     alignment: npt.NDArray[np.float32] | None = None
-    # The table of a recogniser, one of those that `models.ctc_transducer` explains.
+    # The table of a CTC/transducer model, one of those that `models.ctc_transducer` explains.
     frames: npt.NDArray[np.float32] | None = None
 
 

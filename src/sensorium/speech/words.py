@@ -15,7 +15,7 @@ _CLOSING = "\"'.。,，!！?？:：”)]}、"  # noqa: RUF001 - full-width marks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """A text and the tokens it consists of: those from index `start` to before `stop`."""
+    """A text and its tokens [start, stop)."""
 
     text: str
     start: int
@@ -28,12 +28,9 @@ class TokenSpan:
 def split_words(
     token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], language: str | None
 ) -> list[TokenSpan]:
-    """Return the words of a text in order, each with the spaces and punctuation that belong to it.
-
-    Languages that are written without spaces are split into the smallest whole characters.
-    """
+    """Return the words of a text in order, each with its spaces and punctuation."""
     spans = _split_characters(token_ids, decode)
-    if language not in WITHOUT_SPACES:
+    if language not in WITHOUT_SPACES:  # else the smallest whole characters are the words
         spans = _join_to_words(spans)
     return _join_punctuation(spans)
 
@@ -41,16 +38,14 @@ def split_words(
 def _split_characters(
     token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[TokenSpan]:
-    """Return the shortest runs of tokens that have only whole characters.
-
-    A broken character of the whole text counts as whole, because more tokens don't mend it.
-    """
+    """Return the shortest runs of tokens that have only whole characters."""
     whole = decode(token_ids)
     spans: list[TokenSpan] = []
     start = num_characters = 0
     for stop in range(1, len(token_ids) + 1):
         text = decode(token_ids[start:stop])
         position = num_characters + text.find(_BROKEN)
+        # A broken character of the whole text counts as whole, because more tokens don't mend it.
         is_whole = _BROKEN not in text or whole[position : position + 1] in ("", _BROKEN)
         if is_whole or stop == len(token_ids):
             spans.append(TokenSpan(text=text, start=start, stop=stop))
@@ -71,7 +66,7 @@ def _join_to_words(spans: list[TokenSpan]) -> list[TokenSpan]:
 
 
 def _join_punctuation(spans: list[TokenSpan]) -> list[TokenSpan]:
-    """Join opening marks to the word behind them and closing marks to the word before them."""
+    """Join opening marks to the word after them and closing marks to the word before them."""
     opened: list[TokenSpan] = []  # from the last to the first
     for span in reversed(spans):
         if opened and span.text.startswith(" ") and span.text.strip() in _OPENING:

@@ -1,9 +1,8 @@
 """Checks values from outside against a type, and names the first mistake by its path.
 
 msgspec converts and checks. This module adds what it leaves out: `1.0` is an integer, as JSON has
-one kind of number; the key of a mapping is a part of the path; and messages are plain words.
-
-A correct value costs nothing extra: the additions begin where msgspec has refused a value.
+one kind of number; the key of a mapping is a part of the path; and messages are plain words. A
+correct value costs nothing extra: the additions begin where msgspec has refused a value.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"
 def check(value: Any, kind: type[_Checked]) -> _Checked:
     """Return a value converted to the type `kind`.
 
-    Raises a `RequestError` with the path of the first mistake if it does not have that type.
+    Raise a `RequestError` with the path of the first mistake if it does not have that type.
     """
     try:
         return msgspec.convert(value, kind)
@@ -58,10 +57,7 @@ def check(value: Any, kind: type[_Checked]) -> _Checked:
 
 
 def _with_integers(value: Any, hint: Any) -> Any:
-    """Return a copy of a value with integers for whole floats such as 1.0.
-
-    Floats are converted only where the type `hint` allows integers and no floats.
-    """
+    """Return a copy of a value with integers for whole floats where its type allows no floats."""
     if isinstance(value, float):
         kinds = set(_list_members(hint))
         is_wanted = int in kinds and float not in kinds and value.is_integer()
@@ -79,10 +75,7 @@ def _with_integers(value: Any, hint: Any) -> Any:
 
 
 def _list_members(hint: Any) -> list[Any]:
-    """Return the types in a union as a list, without their `Annotated` metadata.
-
-    Any other type is returned as a list of one.
-    """
+    """Return the types in a union, or a single type, without their `Annotated` metadata."""
     if get_origin(hint) is Annotated:
         return _list_members(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -108,10 +101,7 @@ def _get_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _find_unknown(value: Any, hint: Any) -> FieldPath | None:
-    """Return the path of the first unknown field of a struct that forbids them, or `None`.
-
-    Its name may contain anything, so it is not taken from the message of msgspec.
-    """
+    """Return the path of the first unknown field of a struct that forbids them, or `None`."""
     member = _choose_member(value, hint)
     if member is None:
         return None
@@ -151,10 +141,9 @@ def _explain(message: str, value: Any, hint: Any) -> RequestError:
 
 
 def _follow(value: Any, hint: Any, steps: list[str]) -> tuple[FieldPath, Any, Any]:
-    """Follow the path in an error of msgspec down through a value and its type.
+    """Return the full path of an error of msgspec, and the value and the type at its end.
 
-    `steps` are the parts of msgspec's path. Return the full path, with the dictionary keys that
-    msgspec leaves out, and the value and the type at its end.
+    `steps` are msgspec's path, which leaves out the keys of dictionaries.
     """
     path: list[str | int] = []
     for step in steps:

@@ -9,12 +9,12 @@ SensoriumError
 │   └── ModelError   the caller: the model can't be run by this engine, and why
 ├── CapacityError    no fault: there is no room right now, trying again helps (HTTP 429 / 503)
 │   ├── EngineLostError    us: the engine ended while it had the request (HTTP 503)
-│   ├── EncoderLostError   us: the encoder apart can't be reached (HTTP 503)
+│   ├── EncoderLostError   us: the remote encoder can't be reached (HTTP 503)
 │   └── StoppingError      us: the server is stopping (HTTP 503)
 └── InvariantError   us: a bug
 
 A `RequestError` carries the path of the field that is wrong. Code that looks at one field raises
-without a path, or with the steps below that field; code that goes down into a field wraps the call
+without a path, or with the steps below that field; code that descends into a field wraps the call
 with `at`, which puts the field's own steps before them. So messages don't contain paths, and no
 reader has to find a path in a message.
 """
@@ -67,21 +67,13 @@ class RequestError(SensoriumError):
 
 
 def _restore(kind: type[RequestError], args: tuple[Any, ...], attributes: dict[str, Any]) -> Any:
-    """Make a `RequestError` again from its pickled form.
-
-    The constructor is not called, because subclasses have different parameters.
-    """
-    error = kind.__new__(kind, *args)
+    error = kind.__new__(kind, *args)  # not by the constructors, which have different parameters
     error.__dict__.update(attributes)
     return error
 
 
 class at:  # noqa: N801 - reads as a word: `with at("messages", 0):`
-    """A context manager that puts `steps` in front of the path of a `RequestError`.
-
-    Code that checks one field of a request wraps the call that goes down into the field, so that
-    the error names the whole path. Other errors pass unchanged.
-    """
+    """A context manager that puts `steps` in front of the path of a `RequestError`."""
 
     __slots__ = ("_steps",)
 
@@ -97,10 +89,7 @@ class at:  # noqa: N801 - reads as a word: `with at("messages", 0):`
 
 
 def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_Read]:
-    """Return a list with `read(entry)` for each entry.
-
-    If `read` raises a `RequestError`, the index of the entry is put in front of the error's path.
-    """
+    """Return `read(entry)` for each entry; an error has the entry's index in front of its path."""
     results = []
     for index, entry in enumerate(entries):
         with at(index):
@@ -110,7 +99,7 @@ def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_
 
 def format_path(path: Iterable[str | int]) -> str:
     """Return the path of a field as text, such as `messages[0].content[1].image_url`."""
-    most = _MAX_PATH_LENGTH  # of each step too: a client chooses how long they are
+    most = _MAX_PATH_LENGTH  # also of each step: a client chooses how long they are
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:most]}" for step in path)
     return text.removeprefix(".")[:_MAX_PATH_LENGTH]
 
@@ -121,15 +110,11 @@ def describe(message: str, path: FieldPath) -> str:
 
 
 class MediaFetchError(RequestError):
-    """An error that is raised when media can't be fetched from its address, or must not be."""
+    """An error that is raised when media can't or may not be fetched from its address."""
 
 
 class MissingMediaError(RequestError):
-    """An error that is raised when media that the client did not send is in no cache.
-
-    The client sent only a uuid or a hash of the media. `missing` has these uuids or hashes as the
-    client wrote them.
-    """
+    """An error that is raised when media that the client did not send is in no cache."""
 
     def __init__(
         self, message: str, missing: tuple[str, ...] = (), path: Iterable[str | int] = ()
@@ -139,7 +124,7 @@ class MissingMediaError(RequestError):
 
 
 class UnknownFieldError(RequestError):
-    """An error that is raised when a field is not known, where no others than the known may be."""
+    """An error that is raised when a field is unknown, where only known ones are allowed."""
 
     def __init__(
         self, message: str = "is an unknown field", path: Iterable[str | int] = ()
@@ -179,18 +164,15 @@ class EngineLostError(CapacityError):
 
 
 class EncoderLostError(CapacityError):
-    """An error that is raised when the encoder that runs apart from the engine can't be reached.
+    """An error that is raised when the remote encoder can't be reached.
 
-    The encoder may be started again, so the same request may succeed later. The engine itself is
-    not lost, so another engine with the same encoder would not help.
+    It may be started again, so the same request may succeed later. The engine itself is not lost,
+    so another engine with the same encoder would not help.
     """
 
 
 class StoppingError(CapacityError):
-    """An error that is raised because the server is shutting down.
-
-    Another server may serve the same request.
-    """
+    """An error that is raised while the server shuts down; another one may serve the request."""
 
 
 class InvariantError(SensoriumError):
@@ -228,10 +210,9 @@ class ErrorRecord:
 
 
 def make_record(error: SensoriumError) -> ErrorRecord:
-    """Return the content of an error as plain values: its class, its text and its path.
+    """Return the content of an error, but not its traceback, as plain values.
 
-    The traceback is left out. Texts are shortened and made valid Unicode, so that the record can
-    always be encoded.
+    Texts are shortened and made valid Unicode, so that the record can always be encoded.
     """
     known = (base.__name__ for base in type(error).__mro__ if base.__name__ in _KINDS)
     kind = next(known, InvariantError.__name__)
@@ -253,7 +234,6 @@ def make_record(error: SensoriumError) -> ErrorRecord:
 
 
 def _as_text(value: object, most: int = _MAX_MESSAGE_LENGTH) -> str:
-    """Return a value as text of at most `most` characters, with "?" for unpaired surrogates."""
     return str(value)[:most].encode(errors="replace").decode()
 
 

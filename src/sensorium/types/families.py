@@ -29,9 +29,9 @@ _VISUAL = ("image", "video")
 _AUDIO = ("audio",)
 _ALL = ("image", "video", "audio")
 _MODELS = ("models/families",)
-_RECOGNISER = ("models/ctc_transducer",)
-_PIECES = "transcribes, long sounds in pieces of at most 30 seconds; does not chat"
-_NO_PADDING = f"{_PIECES}; only sounds of equal length share a batch"
+_CTC_TRANSDUCER = ("models/ctc_transducer",)
+_PIECES = "transcribes, long audio in pieces of at most 30 seconds; does not chat"
+_NO_PADDING = f"{_PIECES}; only recordings of equal length share a batch"
 _TIMES = "frames without metadata count as 24 a second"
 
 
@@ -99,7 +99,7 @@ FAMILIES: tuple[Family, ...] = (
         _ALL,
         own_code=_MODELS,
         special="per-layer inputs, shared keys and values, vision in both directions if so trained",
-        limits=f"{_TIMES}; a sound beyond 30 seconds is refused",
+        limits=f"{_TIMES}; audio beyond 30 seconds is refused",
     ),
     Family(
         "qwen2_audio",
@@ -107,14 +107,14 @@ FAMILIES: tuple[Family, ...] = (
         _AUDIO,
         embeds=_AUDIO,
         own_code=_MODELS,
-        limits="a sound beyond the window of its processor (30 seconds) is refused",
+        limits="audio beyond the window of its processor (30 seconds) is refused",
     ),
     Family(
         "audioflamingo3",
         "Audio Flamingo 3",
         _AUDIO,
         embeds=_AUDIO,
-        limits="a sound beyond 10 minutes is refused; a shorter one is heard in windows of "
+        limits="audio beyond 10 minutes is refused; shorter audio is encoded in windows of "
         "30 seconds",
     ),
     Family(
@@ -123,7 +123,7 @@ FAMILIES: tuple[Family, ...] = (
         _ALL,
         own_code=_MODELS,
         special="M-RoPE",
-        limits="text out, no speech; a video's own sound is not heard; a sound beyond the window "
+        limits="text out, no speech; a video's own audio is not used; audio beyond the window "
         "of its processor is refused",
     ),
     Family(
@@ -133,14 +133,14 @@ FAMILIES: tuple[Family, ...] = (
         embeds=_AUDIO,
         own_code=("multimodal/processing",),
         special="Mistral's tokenizer",
-        limits="sounds of any length, 375 tokens for each begun 30 seconds",
+        limits="audio of any length, 375 tokens for each begun 30 seconds",
     ),
     Family(
         "voxtral_realtime",
         "Voxtral-Realtime",
         _AUDIO,
         own_code=("models/streaming", "multimodal/processing"),
-        special="every token has 80 ms of the sound, which may still go on",
+        special="every token has 80 ms of the audio, which may be streamed",
         limits="transcribes",
     ),
     Family(
@@ -148,7 +148,7 @@ FAMILIES: tuple[Family, ...] = (
         "Whisper",
         _AUDIO,
         own_code=("models/encoder_decoder", "speech"),
-        special="a decoder that attends to the encoded sound; Whisper's rules for sounds of any "
+        special="a decoder that attends to the encoded audio; Whisper's rules for audio of any "
         "length",
         limits="transcribes and translates, but does not chat",
     ),
@@ -157,7 +157,7 @@ FAMILIES: tuple[Family, ...] = (
         "Moonshine",
         _AUDIO,
         own_code=("models/encoder_decoder",),
-        special="a decoder that attends to the encoded sound",
+        special="a decoder that attends to the encoded audio",
         limits=_PIECES,
     ),
     *(
@@ -165,7 +165,7 @@ FAMILIES: tuple[Family, ...] = (
             model_type,
             name,
             _AUDIO,
-            own_code=_RECOGNISER,
+            own_code=_CTC_TRANSDUCER,
             special=f"no decoder: {head}",
             limits=limits,
         )

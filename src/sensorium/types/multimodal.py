@@ -1,7 +1,7 @@
 """Media items of a request: their places in the prompt, their names, and how they reach the core.
 
-A request is sent to the core as metadata. A `Transfer` is sent with it, which has the items'
-tensors, references to shared memory, or nothing. The core may answer with `MissingItems`.
+A request is sent to the core as metadata, with a `Transfer` that has the items' tensors, references
+to shared memory, or nothing. The core may answer with `MissingItems`.
 
 Ranges are half-open. Everything that is needed in each step costs O(1), or O(log n) in the number
 of items of a request.
@@ -25,30 +25,25 @@ if TYPE_CHECKING:
 MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
 # The name of the only tensor of an item that came as the output of an encoder.
 PRECOMPUTED = "embeds"
-# The name of the tensor with the output of our own encoder, in an item that needs no encoding. Its
-# small tensors may stand beside it, because positions depend on them.
+# The name of the tensor with the output of our own encoder, in an item that needs no encoding. The
+# item may also have its small tensors, because positions depend on them.
 ENCODED = "encoder_output"
 TIERS = ("disk", "remote")  # where copies of media are kept that outlive the process
-# What became of an item that was meant for the encoder apart: the encoder encoded it or found it
-# bad; or the encoder could not be had, and the engine took the item back or the request failed.
-APART_OUTCOMES = ("encoded", "refused", "fallback", "failed")
+# What became of an item that was meant for the remote encoder: the encoder encoded it or found it
+# bad; or the encoder could not be reached, and the engine took it over or the request failed.
+REMOTE_ENCODER_OUTCOMES = ("encoded", "refused", "fallback", "failed")
 MODALITIES = ("image", "video", "audio")
 HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
 # The stages of one media item, in their order. In `wait` another request was processing it, in
-# `load` it was looked for in a tier that outlives the process, and in `apart` an encoder in another
-# process decoded, processed and encoded it.
+# `load` it was looked for in a tier that outlives the process, and in `apart` a remote encoder
+# decoded, processed and encoded it.
 ITEM_STAGES = ("fetch", "hash", "wait", "load", "apart", "decode", "process")
 ItemTimes = Mapping[str, float]  # stage -> seconds, for the stages that took place
 
 
 @dataclass(frozen=True, slots=True)
 class PlaceholderRange:
-    """The range of prompt tokens that one media item takes.
-
-    It goes from `offset` to `offset + length`, exclusive. `is_embed` marks the positions that are
-    replaced by embeddings from the encoder. The other positions keep their text tokens. `None`
-    means that all positions are replaced.
-    """
+    """The range of prompt tokens that one media item takes, from `offset` to `offset + length`."""
 
     offset: int
     length: int
@@ -88,8 +83,7 @@ class PlaceholderRange:
     def get_embeds_indices_in_range(self, start: int, end: int) -> tuple[int, int]:
         """Return which of the item's embeddings belong to the positions from `start` to `end`.
 
-        The positions are relative to `offset`. The result is a range of indices into the encoder's
-        output. Both ends are exclusive.
+        The positions are relative to `offset`, and the result is a range of the encoder's output.
         """
         cumsum = self.embeds_cumsum
         if cumsum is None:
@@ -99,10 +93,7 @@ class PlaceholderRange:
         return (cumsum[start - 1] if start > 0 else 0), (cumsum[end - 1] if end > 0 else 0)
 
     def extract_embeds_range(self) -> list[tuple[int, int]]:
-        """Return the ranges of consecutive prompt positions that are replaced by embeddings.
-
-        The positions are absolute, and the ends are exclusive.
-        """
+        """Return the ranges of absolute prompt positions that are replaced by embeddings."""
         if self.is_embed is None:
             return [(self.offset, self.end)] if self.length else []
         spans = []
@@ -116,10 +107,9 @@ class PlaceholderRange:
 
 
 def as_runs(is_embed: Sequence[bool] | None) -> tuple[int, ...] | None:
-    """Return a mask in run-length form: the lengths of its runs of equal values.
+    """Return the lengths of a mask's runs of equal values, or `None` for a mask that is all True.
 
-    The first length is that of a run of False: `(2, 3)` stands for FFTTT, and `(0, 2)` for TT. For
-    `None` (a mask that is all True) return `None`.
+    The first length is that of a run of False: `(2, 3)` stands for FFTTT, and `(0, 2)` for TT.
     """
     if is_embed is None:
         return None
@@ -136,10 +126,7 @@ def as_mask(runs: Sequence[int] | None) -> tuple[bool, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemLayout:
-    """The text that replaces the marker of a media item in a prompt.
-
-    The text contains `token_id` once for each of the item's `num_embeds` embeddings.
-    """
+    """The text that replaces the marker of a media item in a prompt."""
 
     text: str
     token_id: int  # the token in the text that stands for one embedding
@@ -148,11 +135,7 @@ class ItemLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedItem:
-    """A media item after its processor has run: the tensors for the model, and its layout.
-
-    The layout is the text that replaces the item's marker in a prompt. It is `None` if the item
-    came with a prompt that was already expanded.
-    """
+    """A media item after its processor has run: the tensors for the model, and its layout."""
 
     modality: str
     mm_hash: str
@@ -162,10 +145,7 @@ class ProcessedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiModalFeatureSpec:
-    """The metadata of a media item in a request: its modality, its hash and its prompt range.
-
-    Its tensors are sent separately, under the same `mm_hash`.
-    """
+    """The metadata of a media item in a request; its tensors are sent separately, by `mm_hash`."""
 
     modality: str
     mm_hash: str
@@ -186,11 +166,10 @@ def get_mm_features_in_window(
     *,
     is_encoder_decoder: bool = False,
 ) -> tuple[int, int]:
-    """Return the range of media items that overlap the prompt positions from `start` to `end`.
+    """Return the range of `mm_features` that overlaps the prompt positions from `start` to `end`.
 
-    The result is a pair of indices into `mm_features`. Both ranges have exclusive ends. The items
-    must be sorted and must not overlap. With an encoder-decoder model every item has offset 0 and
-    takes no positions in the prompt; then the first index is always 0.
+    The items must be sorted and must not overlap. With an encoder-decoder model every item has
+    offset 0 and takes no positions in the prompt; then the range begins at 0.
     """
     lo = 0 if is_encoder_decoder else bisect_right(mm_features, start, key=_end_of)
     return lo, bisect_left(mm_features, end, lo=lo, key=_offset_of)
@@ -198,11 +177,7 @@ def get_mm_features_in_window(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShmReference:
-    """A reference to a media item in the shared-memory store.
-
-    It is no longer valid if the generation of the slot has changed, because the item was evicted
-    and the slot reused.
-    """
+    """A reference to an item in the shared-memory store, which an eviction makes invalid."""
 
     slot: int
     generation: int  # a number that changes when the slot is used again after an eviction
@@ -213,11 +188,7 @@ Payload = MultiModalKwargsItem | ShmReference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorUpdate:
-    """The changes that the core makes to its media cache, as the frontend decides them.
-
-    The cache is mirrored: the frontend decides which items the core keeps. The core makes the
-    evictions before the inserts.
-    """
+    """The changes that a frontend orders in the core's mirrored cache: evictions, then inserts."""
 
     epoch: int  # the id of a life of the core's cache; the core compares it with its own
     sequence: int  # the number of this message in that epoch, from 0
@@ -227,11 +198,7 @@ class MirrorUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """The media that is sent to the core with one request, and changes to the core's cache.
-
-    `payloads` has tensors, or references to shared memory, by the hash of the media item. The core
-    is expected to have all other media items of the request.
-    """
+    """The media that is sent to the core with one request, and changes to the core's cache."""
 
     # mm_hash -> payload. The frontend expects the core to have the other items of the request.
     payloads: Mapping[str, Payload] = field(default_factory=dict)

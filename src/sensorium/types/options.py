@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from sensorium.types.errors import ModelError
 
 # How a value is written and checked. "texts" is a flag that may be repeated, "names" one flag with
-# several values, "bytes" an integer that may have a unit, "tokens" one that may be "auto" too,
+# several values, "bytes" an integer that may have a unit, "tokens" one that may also be "auto",
 # "counts" a number for each modality.
 Kind = Literal[
     "switch",
@@ -92,7 +92,6 @@ class Option:
         return f"{noun} from {self.least:.12g} to {self.most:.12g}"
 
     def is_valid(self, value: object) -> bool:
-        """Return whether a value other than `None` is allowed for this option."""
         if self.choices:
             return value in self.choices
         _, has_kind = _RULES[self.kind]
@@ -108,8 +107,7 @@ class Option:
     def describe_default(self, command: str = "") -> str:
         """Return the default in words, for the documentation or the help text.
 
-        `command` names the command of the command line, which may have another default or unit.
-        Without it, the text is for the keyword argument in Python.
+        Each `command` may have another default or unit. Without one, the text is for Python.
         """
         if self.server_default and command in (*SERVERS, "encode"):
             return self.server_default
@@ -166,11 +164,7 @@ def get_default(each: Field[Any]) -> Any:
 
 
 def check_options(group: Any, *, label: str = "") -> None:
-    """Raise a `ModelError` that names the first option with a value that is not allowed.
-
-    `group` is an instance of a dataclass with options. `label` is put in front of the option's
-    name.
-    """
+    """Raise a `ModelError` that begins with `label` if a dataclass has an invalid option."""
     kind: type = type(group)
     for each in list_options(kind):
         value = getattr(group, each.name)
@@ -182,19 +176,13 @@ def check_options(group: Any, *, label: str = "") -> None:
 
 
 def make_group(group: type[Group], given: Mapping[str, Any]) -> Group:
-    """Return an instance of the dataclass `group`, made from those values that are its fields.
-
-    Values with other names are ignored.
-    """
+    """Return an instance of the dataclass `group`, made from those values that are its fields."""
     names = {each.name for each in fields(group)}  # type: ignore[arg-type]
     return group(**{name: value for name, value in given.items() if name in names})
 
 
 def check_names(given: Iterable[str], groups: Iterable[type], *, caller: str) -> None:
-    """Raise a `TypeError` if a name is not a field of any of the dataclasses in `groups`.
-
-    The message begins with `caller` and suggests the most similar field.
-    """
+    """Raise a `TypeError` with the nearest field if a name is not a field of any group."""
     known = [each.name for group in groups for each in fields(group)]
     for name in given:
         if name not in known:
@@ -206,8 +194,7 @@ def check_names(given: Iterable[str], groups: Iterable[type], *, caller: str) ->
 def takes_options(*groups: type) -> Callable[[Function], Function]:
     """Decorate a function so that its signature and help list the fields of dataclasses.
 
-    The function takes them as `**options`. `help` and `inspect.signature` show the fields in place
-    of that, as if they had been written out.
+    The function takes them as `**options`; `help` and `inspect.signature` show the fields instead.
     """
 
     def decorate(function: Function) -> Function:

@@ -21,19 +21,16 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One of the completions that were generated for a prompt.
-
-    `finish_reason` is `None` while the completion is being generated. `logprobs` has one entry per
-    token, which maps token ids to log-probabilities; it is `None` if they were not asked for.
-    """
+    """One of the completions that were generated for a prompt."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | None  # None while it is being generated
     # The stop string or the stop token that ended it; None for an end-of-sequence token.
     stop_reason: str | int | None = None
     cumulative_logprob: float | None = None
+    # For each token: token id -> log-probability. None if they were not asked for.
     logprobs: tuple[dict[int, Logprob], ...] | None = None
 
 
@@ -79,7 +76,9 @@ class CompletionDelta:
     """The part of one completion that was generated since the previous delta of a stream."""
 
     index: int
-    text: str  # may lag behind `token_ids`: it comes when nothing that follows can change it
+    # Joined, these are the text of the completion in `final`. It may lag behind `token_ids`: text
+    # comes when nothing that follows can change it.
+    text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None  # in the last delta of the completion only
     stop_reason: str | int | None = None
@@ -88,11 +87,7 @@ class CompletionDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDelta:
-    """The part of a streamed request that was generated since the previous delta.
-
-    The texts of all deltas of a completion, joined, are its text in `final`, which only the last
-    delta has.
-    """
+    """The part of a streamed request that was generated since the previous delta."""
 
     request_id: str
     deltas: tuple[CompletionDelta, ...]  # at most one for each completion

@@ -38,10 +38,7 @@ class TextPrompt(TypedDict, total=False):
 
 
 class RenderedPrompt(TypedDict, total=False):
-    """A prompt of token ids that already has the placeholders of its media, which is processed.
-
-    The media may have been processed by this server or by another one.
-    """
+    """A prompt of token ids with placeholders of media that this or another server processed."""
 
     prompt_token_ids: Sequence[int]
     # The next four: modality -> a list with one entry per item.
@@ -49,7 +46,7 @@ class RenderedPrompt(TypedDict, total=False):
     # A `PlaceholderRange`, or a mapping with `offset`, `length` and `is_embed`.
     mm_placeholders: Mapping[str, Sequence[Any]]
     mm_kwargs: Mapping[str, Sequence[Any]]  # tensors by name, or `None` if they are cached
-    # An `ItemLayout`, or `None`. With one, later prompts of text can use the item too.
+    # An `ItemLayout`, or `None`. With one, later prompts of text can also use the item.
     mm_layouts: Mapping[str, Sequence[Any]]
     # The hashes come from another machine. Its items must not replace items that others use, so
     # they are renamed, unless the engine was configured to trust the hashes.
@@ -76,13 +73,13 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec:
-    """How a request takes a sound that goes on while it runs.
+    """How a request gets audio that is streamed to it while it runs.
 
-    Each position of the request needs the embedding of a part of the audio. `num_received`
-    positions have theirs when the request begins; with `is_open`, more follow.
+    Each position needs the embedding of a part of the audio. `num_received` positions have theirs
+    when the request begins; with `is_open`, more follow.
     """
 
-    num_delay_tokens: int  # how far the text is behind the sound
+    num_delay_tokens: int  # how far the text is behind the audio
     num_received: int = 0
     is_open: bool = True
 
@@ -104,16 +101,16 @@ class EngineCoreRequest:
     completion_index: int = 0  # among the completions of one prompt
     # Names the call that it belongs to, with other prompts or completions; None if it is alone.
     group: str | None = None
-    stream: StreamSpec | None = None  # for models that hear a sound while it goes on
+    stream: StreamSpec | None = None  # for streaming models
 
     @property
     def is_live(self) -> bool:
-        """Whether its sound comes while it runs, so that it can't be computed a second time."""
+        """Whether its audio arrives while it runs, so that it can't be computed a second time."""
         return self.stream is not None and self.stream.is_open
 
     @property
     def encoder_key_suffix(self) -> str:
-        """The text that is appended to a media item's `mm_hash` to get its encoder cache key.
+        """The text that is appended to an item's `mm_hash` to get its encoder cache key.
 
         It keeps requests with different cache salts or adapters from sharing encoder outputs.
         """
@@ -124,10 +121,9 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreTimes:
-    """The times at which a request reached each stage in the engine core.
+    """The times at which a request reached each stage in the core, or `None` if it has not.
 
-    They are in seconds of the machine's monotonic clock, which all of its processes share. `None`
-    means that the request has not reached the stage.
+    They are in seconds of the machine's monotonic clock, which all of its processes share.
     """
 
     arrived: float
@@ -149,16 +145,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechFindings:
-    """What the engine has found in the prompt of a transcript, as its `SpeechRules` ask.
-
-    `alignment` has float32 values of the shape [heads, tokens, positions of the sound]. `frames` is
-    the table of a model without a decoder. A request has at most one of the two.
-    """
+    """What the engine has found in the prompt of a transcript, as its `SpeechRules` ask."""
 
     logprob: float | None = None
-    shape: tuple[int, ...] = ()  # of `alignment` or `frames`
-    alignment: bytes = b""
-    frames: bytes | None = None
+    # At most one of the next two is given, with this shape.
+    shape: tuple[int, ...] = ()
+    alignment: bytes = b""  # float32 [heads, tokens, positions of the audio]
+    frames: bytes | None = None  # the table of a model without a decoder
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

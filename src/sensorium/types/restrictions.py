@@ -6,10 +6,7 @@ import msgspec
 
 
 class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
-    """The modalities that the trial of a model found to work in part or not at all.
-
-    Each is mapped to the reason. No modality is in both.
-    """
+    """The modalities that a model's trial found to work in part or not at all, with reasons."""
 
     switched_off: dict[str, str] = {}  # requests with it are refused
     only_one: dict[str, str] = {}  # a prompt may have one item of it

@@ -1,10 +1,9 @@
 """The parameters with which a caller controls how tokens are chosen and when to stop.
 
-Names are those of OpenAI's API and vLLM.
-
-`SamplingParams` is the one declaration of every parameter: type, bounds and description. The
-fields of the HTTP requests and the flags of the command line are made from it (see
-`list_sampling_fields`), so a new parameter is one line there, and the code that uses it.
+Names are those of OpenAI's API and vLLM. `SamplingParams` is the one declaration of every
+parameter: type, bounds and description. The fields of the HTTP requests and the flags of the
+command line are made from it (see `list_sampling_fields`), so a new parameter is one line there,
+and the code that uses it.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class TimestampRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechRules:
-    """What a transcript asks of the engine beside its sampling parameters.
+    """What a transcript asks of the engine in addition to its sampling parameters.
 
     With them, log-probabilities are those after all bans, as Whisper's rules need them.
     """
@@ -68,15 +67,14 @@ class SpeechRules:
     bans: TokenBans | None = None  # in the place of the model's own; None: these hold
     # The log-probability of a token behind the prompt's token at an index: (index, token id).
     scored_token: tuple[int, int] | None = None
-    needs_alignment: bool = False  # the attention of the prompt to its sound
+    needs_alignment: bool = False  # the attention of the prompt to its audio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
     """The defaults for requests from the model's `generation_config.json`.
 
-    A request may override all but the last two: `eos_token_ids` (the tokens that end an answer) and
-    `bans` hold for every request, except that a transcript may have bans of its own.
+    A request may override all but the last two; a transcript may have bans of its own.
     """
 
     temperature: float = 1.0
@@ -173,7 +171,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = parameter(
         False, "Leave the text that ended the answer in it."
     )
-    ignore_eos: bool = parameter(False, "Go on after the model's end-of-sequence tokens.")
+    ignore_eos: bool = parameter(False, "Continue after the model's end-of-sequence tokens.")
     logprobs: int | None = parameter(
         None,
         "Return the log-probability of each token of the answer, as the model gave it, and those "
@@ -220,7 +218,7 @@ class SamplingParams:
         )
 
     def resolve(self, defaults: GenerationDefaults, *, seed: int) -> SamplingParams:
-        """Return a copy with a value for every parameter that may come from the model's defaults.
+        """Return a copy with a value for every parameter that has a default in the model's config.
 
         `seed` is used if the request has none. `max_tokens` may still be `None`.
         """
@@ -260,9 +258,9 @@ class SamplingField:
         return noun if self.least is None else f"{noun} >= {self.least:g}"
 
     def read(self, value: Any) -> Any:
-        """Return a client's value for this parameter, checked and converted to the type to keep.
+        """Return a client's value, checked and converted to the type to keep.
 
-        Raises a `RequestError` with the name of the parameter if the value is not valid.
+        Raise a `RequestError` with the name of the parameter if the value is not valid.
         """
         if value is None and self.is_optional:
             return None
@@ -282,7 +280,6 @@ class SamplingField:
 
 @cache
 def list_sampling_fields() -> tuple[SamplingField, ...]:
-    """Return the declarations of all sampling parameters, in the order of `SamplingParams`."""
     hints = get_type_hints(SamplingParams)
     return tuple(_read_field(entry, hints[entry.name]) for entry in fields(SamplingParams))
 
@@ -307,10 +304,9 @@ def _read_field(entry: Field[Any], hint: Any) -> SamplingField:
 
 
 def _convert(value: Any, kind: Kind) -> Any:
-    """Return a client's value converted to the type that a parameter of this kind is kept in.
+    """Return a client's value as the type that a parameter of this kind is kept in.
 
-    For example, lists become tuples. A value of a wrong type is returned unchanged, and is refused
-    by the check that follows.
+    A value of a wrong type is returned unchanged, and refused by the check that follows.
     """
     if kind in ("texts", "words", "token_ids"):
         return _as_tuple(value)
@@ -322,10 +318,7 @@ def _convert(value: Any, kind: Kind) -> Any:
 
 
 def _as_tuple(value: object) -> object:
-    """Return text as a tuple with one entry, lists and sets as tuples, and `None` as `()`.
-
-    Any other value is returned unchanged, and is refused by the check that follows.
-    """
+    """Return text as a tuple of one entry, lists and sets as tuples, and `None` as `()`."""
     if value is None:
         return ()
     if isinstance(value, str):
@@ -334,11 +327,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a value with the numbers in it converted to Python's `int` and `float`.
-
-    This is for numbers of other libraries, such as numpy's. Tuples and mappings are converted entry
-    by entry.
-    """
+    """Return a value with all numbers of other libraries, such as numpy's, as Python's own."""
     if isinstance(value, tuple):
         return tuple(map(_as_plain, value))
     if isinstance(value, Mapping):
@@ -367,11 +356,7 @@ def _as_structured(value: Mapping[Any, Any]) -> StructuredOutputsParams:
 
 
 def _as_bias(value: object) -> object:
-    """Return a `logit_bias` mapping with integer token ids as keys; `None` becomes an empty one.
-
-    Keys may be strings of digits, because JSON has no other keys. A value that is not a mapping is
-    returned unchanged, and is refused by the check that follows.
-    """
+    """Return a `logit_bias` with integers as keys, which JSON has as strings; `None` is empty."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -410,10 +395,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_word(value: object) -> bool:
-    """Return whether a value is text that has more than whitespace and can be tokenized.
-
-    Text with an unpaired surrogate can't be tokenized.
-    """
+    """Return whether a value is text with more than whitespace that can be tokenized."""
     is_filled = isinstance(value, str) and bool(value.strip())
     return is_filled and not any("\ud800" <= c <= "\udfff" for c in str(value))
 

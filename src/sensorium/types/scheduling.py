@@ -17,26 +17,18 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInput:
-    """A media item that the worker has to encode in a step.
+    """A media item that the worker has to encode in a step."""
 
-    `mm_index` is its index among the media items of the request. The output is kept in the encoder
-    cache under `key`.
-    """
-
-    mm_index: int
-    key: str
+    mm_index: int  # among the media items of the request
+    key: str  # of the output in the encoder cache
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The work for one request in a step.
-
-    The worker computes `num_new_tokens` tokens of the request, beginning with the token at index
-    `num_computed_tokens`.
-    """
+    """The work for one request in a step."""
 
     request_id: str
-    num_computed_tokens: int
-    num_new_tokens: int
+    num_computed_tokens: int  # the index of the first token to compute
+    num_new_tokens: int  # to compute
     # The worker appends them to the request's block tables, which are empty if the request is
     # started in this step. An empty tuple means no new blocks in any group of layers.
     new_block_ids: BlockIds
@@ -50,8 +42,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
 class StartedRequest:
     """A request that the worker does not hold yet, and that begins in this step.
 
-    It is new, or it begins again after a preemption, or because it has grown beyond
-    `Limits.long_after` tokens.
+    It is new, was preempted, or has grown beyond `Limits.long_after` tokens.
     """
 
     request: EngineCoreRequest
@@ -141,5 +132,4 @@ class KVCacheGroup:
 
 
 def find_cross_group(groups: Sequence[KVCacheGroup]) -> int | None:
-    """Return the index of the group with cross-attention, or `None` if there is none."""
     return next((index for index, group in enumerate(groups) if group.is_cross), None)

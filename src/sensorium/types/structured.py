@@ -21,10 +21,7 @@ MAX_CHARACTERS = {"json": 2**18, "regex": 2**13, "choice": 2**18, "grammar": 2**
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint on the text of an answer; exactly one of the fields must be given.
-
-    Raises a `RequestError` if a field has a wrong type or is too long.
-    """
+    """A constraint on the text of an answer; exactly one of the fields must be given."""
 
     json: str | Mapping[str, Any] | bool | None = None  # a JSON schema; it is kept as text
     json_object: bool | None = None  # the answer is any JSON object

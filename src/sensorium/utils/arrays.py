@@ -39,7 +39,7 @@ class GrowingArray:
         self._length = end
 
     def drop(self, count: int) -> None:
-        """Remove the first values."""
+        """Remove the first `count` values."""
         self._buffer = self.values[count:].copy()
         self._length = len(self._buffer)
 
@@ -55,8 +55,8 @@ def to_device(
     """Return the tensor on the device and in the dtype, without making the host wait for a copy.
 
     On its way to a GPU the tensor is copied to pinned memory, because a copy from pageable memory
-    waits for the device. The pinned memory is not reused before the copy is done. The dtype is
-    changed by the first of these copies, so that a smaller dtype leaves less to be copied.
+    waits for the device. The pinned memory is not reused before the copy is done. The first of
+    these copies changes the dtype, so that a smaller dtype leaves less to be copied.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, dtype)
@@ -67,8 +67,8 @@ def to_device(
 class Download:
     """Copies of tensors that are on their way from the device to the host.
 
-    The copies begin at once, and the host does not wait for them before `read`. So it can begin
-    more work on the device meanwhile, and later waits for the copies but not for that work.
+    They begin at once. The host waits in `read`, and only for them: not for later work of the
+    device.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -85,10 +85,7 @@ class Download:
             self._event.record()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait for the tensors for a short time, and return whether they have arrived.
-
-        This keeps a core busy. On a CPU it returns False at once.
-        """
+        """Spin for up to this time, and return whether the tensors have arrived; on a CPU False."""
         if self._event is None:
             return False
         deadline = time.perf_counter() + seconds
@@ -107,8 +104,8 @@ class Download:
 class StagingBuffer:
     """A buffer that packs the arrays of a step together, for a single copy to the device.
 
-    It has host memory and device memory of `num_words` 64-bit words each. Both are kept from step
-    to step, and grow if needed. On a CPU both are the same memory.
+    It has `num_words` 64-bit words in host memory and on the device, which are kept from step to
+    step, and grow if needed. On a CPU both are the same memory.
     """
 
     def __init__(self, *, device: torch.device, num_words: int = 1 << 14) -> None:
@@ -126,14 +123,11 @@ class StagingBuffer:
 
     @property
     def address(self) -> int:
-        """The address of the device memory, which changes when the buffer grows."""
+        """Return the address of the device memory, which changes when the buffer grows."""
         return self._device.data_ptr()
 
     def upload(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> dict[str, torch.Tensor]:
-        """Copy int64 and float64 arrays to the device, and return them as tensors by name.
-
-        The tensors are valid until the next upload. Raises a `TypeError` for other dtypes.
-        """
+        """Copy int64 or float64 arrays to the device, as tensors valid until the next upload."""
         for name, array in arrays.items():
             if array.dtype not in (np.int64, np.float64):
                 raise TypeError(

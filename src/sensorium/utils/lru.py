@@ -14,8 +14,7 @@ V = TypeVar("V")
 class LruCache(Generic[K, V]):
     """A thread-safe cache that drops its least recently used entries when it is full.
 
-    The weights of all entries together are at most `capacity`. `weigh` returns the weight of an
-    entry. Without it every entry weighs 1, so that `capacity` is a number of entries.
+    The weights of all entries together are at most `capacity`. Without `weigh` each weighs 1.
     """
 
     def __init__(self, capacity: int, weigh: Callable[[K, V], int] | None = None) -> None:
@@ -30,14 +29,10 @@ class LruCache(Generic[K, V]):
 
     @property
     def weight(self) -> int:
-        """The sum of the weights of all entries."""
         return self._weight
 
     def get(self, key: K) -> V | None:
-        """Return the value of a key, or `None` if the cache does not have it.
-
-        The entry becomes the most recently used one.
-        """
+        """Return a key's value and make it the most recently used, or return `None` without one."""
         with self._lock:
             value = self._entries.get(key)
             if value is not None:
@@ -47,8 +42,7 @@ class LruCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         """Store a value under a key, and drop the least recently used entries to make room.
 
-        An earlier value of the key is removed. A value that alone weighs more than the capacity is
-        not stored.
+        An earlier value is removed. A value that alone weighs more than the capacity is not stored.
         """
         weight = self._weigh(key, value)
         with self._lock:
@@ -61,7 +55,6 @@ class LruCache(Generic[K, V]):
             self._weight += weight
 
     def remove(self, key: K) -> None:
-        """Remove a key and its value, if the cache has it."""
         with self._lock:
             self._remove(key)
 

@@ -1,8 +1,7 @@
 """Work that pauses where it has to wait, so that nothing is held while it waits.
 
-Pausing work is a generator. It yields each future that it cannot go on without, and is resumed
-after that future has ended, in any thread. It returns its result. Closing it early runs its
-clean-up, as with every generator.
+Pausing work is a generator. It yields each future that it has to wait for, is resumed after that
+future has ended, in any thread, and returns its result. Closing it early runs its clean-up.
 """
 
 from __future__ import annotations
@@ -18,11 +17,7 @@ Pausing = Generator[Future[Any], None, T]
 
 
 def run_through(work: Pausing[T]) -> T:
-    """Run pausing work to its end in this thread, and return its result.
-
-    Pausing work is a generator that yields each future it has to wait for. This function blocks
-    until that future is done, then resumes the work.
-    """
+    """Run pausing work to its end in this thread, and return its result."""
     with closing(work):  # an interruption of the wait must not leave the work half done
         while True:
             try:
@@ -34,10 +29,7 @@ def run_through(work: Pausing[T]) -> T:
 
 
 def when_all_end(futures: Iterable[Future[Any]]) -> Future[None]:
-    """Return a future that completes when all of the given futures are done.
-
-    They may be done with a result or an error, or cancelled.
-    """
+    """Return a future that completes when all of these are done: also with errors, or cancelled."""
     all_ended: Future[None] = Future()
     lock = threading.Lock()
     left = list(futures)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 
 def make_printable(text: str) -> str:
-    r"""Return the text with an escape such as `\x1b` for each unprintable character.
-
-    Such characters could move the cursor or change the terminal's state. Line breaks are kept.
-    """
+    r"""Return the text with unprintable characters, but not line breaks, escaped (as `\x1b`)."""
     return "\n".join(map(make_one_line, text.split("\n")))
 
 
 def make_one_line(text: str) -> str:
-    """Return the text as `make_printable` does, with its line breaks escaped, too."""
+    """Return the text as `make_printable` does, and escape its line breaks as well."""
     if text.isprintable():
         return text
     return "".join(

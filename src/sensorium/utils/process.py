@@ -1,10 +1,9 @@
-"""The parts of a process's life that others have to allow for: loading, and work without progress.
+"""Reports what others must allow for in a process: loading, and long work without progress.
 
-The steps of loading a model are reported, so that a command can show them.
-
-A compiler of kernels may take minutes without a sign of progress. Such work is announced before it
-begins. The code that watches a process for stalls registers a listener once, at the start; a
-process that is not watched has none.
+The steps of loading a model are reported for a command to show. A compiler of kernels may take
+minutes without a sign of progress, so such work is announced before it begins. The code that
+watches a process for stalls registers a listener once, at the start; a process that is not watched
+has none.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ def listen_for_long_work(listener: Callable[[bool], None]) -> None:
 
 @contextmanager
 def long_work() -> Iterator[None]:
-    """Announce to the registered listeners that the `with` block may take minutes.
-
-    Such blocks must not be nested.
-    """
+    """Announce that the `with` block may take minutes. Such blocks must not be nested."""
     for listener in _listeners:
         listener(True)
     try:
@@ -39,10 +35,7 @@ def long_work() -> Iterator[None]:
 
 @contextmanager
 def reporting_steps(listener: Callable[[str], None]) -> Iterator[None]:
-    """Call `listener` with a description of each step of loading a model in the `with` block.
-
-    It is called before the step begins.
-    """
+    """Call `listener` with the words of each step of loading a model before it begins."""
     _step_listeners.append(listener)
     try:
         yield
@@ -51,19 +44,15 @@ def reporting_steps(listener: Callable[[str], None]) -> Iterator[None]:
 
 
 def report_step(words: str) -> None:
-    """Report that a step of loading a model begins, such as "loading the weights".
-
-    The functions that are registered with `reporting_steps` are called with this text.
-    """
+    """Report that a step of loading a model begins, such as "loading the weights"."""
     for listener in _step_listeners:
         listener(words)
 
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Turn off Python's garbage collector in the `with` block, which creates long-lived objects.
+    """Turn off garbage collection in the `with` block, and for ever for what exists at its end.
 
-    All objects that exist at the end of the block are exempt from garbage collection for ever.
     Importing torch and Transformers creates so many objects that the collector takes a seventh of
     the time. Later a full collection would stop the process for a quarter of a second.
     """

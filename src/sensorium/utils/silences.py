@@ -1,4 +1,4 @@
-"""Cuts long sounds into pieces that end where the sound is quiet, so that no word is cut in two."""
+"""Cuts long audio into pieces that end where it is quiet, so that no word is cut in two."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEARCHED = 1 / 3  # the last part of a piece, in which it may end
 
 
 def find_cuts(samples: Samples, rate: int, *, max_s: float) -> list[tuple[int, int]]:
-    """Return the pieces [start, end) of a sound, in samples, each of at most `max_s` seconds.
+    """Return the pieces [start, end) of audio, in samples, each of at most `max_s` seconds.
 
     A piece of the greatest length ends in the middle of the quietest place of its last third.
     """

@@ -34,8 +34,7 @@ def get_free_system_bytes(
     """Return how many bytes of memory this process can still get.
 
     It is the memory that the machine has available, or less if the limit of a control group that
-    contains the process leaves less. `proc` and `cgroups` are the folders where these file systems
-    are mounted.
+    contains the process leaves less.
     """
     return min([_get_available_bytes(proc), *_get_cgroup_rooms(proc, cgroups)])
 
@@ -61,10 +60,9 @@ def _get_cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
 
 
 def _get_rooms_upwards(root: Path, path: str, version: _Version) -> Iterator[int]:
-    """Yield how many bytes are left in a control group and in each group above it.
+    """Yield how many bytes are left in a control group and in the groups above it, if limited.
 
-    `path` is the path of the group below `root`. Groups without a limit are left out. In a
-    container the group itself may be invisible; then only the groups above it count.
+    In a container the group itself may be invisible; then only the groups above it count.
     """
     group = root / path
     for folder in (group, *group.parents):

@@ -1,8 +1,8 @@
-"""Computes what transcripts ask of the prompts of a speech model, beside the next token.
+"""Computes alignments and scores for transcripts, in addition to the next token.
 
-That is the log-probability of one token somewhere in a prompt, and the attention of a prompt's
-tokens to the sound in the model's heads that align text with sounds. A prompt may take several
-steps. What these find is kept in the state of its request, until its first token is chosen.
+An alignment is the attention of a prompt's tokens to the audio, in the model's heads that align
+text with audio. A score is the log-probability of one token somewhere in a prompt. A prompt may
+take several steps, so its request keeps what is found until its first token is chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sensorium.worker.request_states import RequestState
 
 
 class Findings:
-    """What a step has found for the requests that choose their first token in it."""
+    """The findings of a step for the requests that choose their first token in it."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], request_ids: Sequence[str]) -> None:
         self._download = Download(tensors)
@@ -48,11 +48,11 @@ NO_FINDINGS = Findings({}, ())
 
 
 class Aligner:
-    """A watcher of the steps of a model with cross-attention."""
+    """A collector of alignments and scores in the steps of a model with cross-attention."""
 
     def __init__(self, hf_model: HfModel) -> None:
         self._hf_model = hf_model
-        # The index of a layer with cross-attention -> its heads that align text with sounds.
+        # The index of a layer with cross-attention -> its heads that align text with audio.
         self._heads = {
             index: torch.tensor(heads, device=hf_model.device)
             for index, heads in hf_model.alignment_heads.items()
@@ -81,7 +81,7 @@ class Aligner:
         query: torch.Tensor,
         keys: torch.Tensor,
     ) -> None:
-        """Keep the attention of a request's tokens [1, H, N, D] to its sound [1, H, S, D]."""
+        """Keep the attention of a request's tokens [1, H, N, D] to its audio [1, H, S, D]."""
         state, heads = self._rows[row][1], self._heads[layer_index]
         chosen, others = query[0].index_select(0, heads), keys[0].index_select(0, heads)
         scale = chosen.shape[-1] ** -0.5 if scaling is None else scaling

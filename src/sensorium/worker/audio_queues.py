@@ -1,7 +1,7 @@
-"""Keeps the sounds that requests take while they go on, and encodes what is new of them.
+"""Keeps the streaming audio of requests, and encodes what is new of it.
 
 Features are dropped as soon as they are encoded, and embeddings as soon as a step has used them. So
-what is kept of a sound that goes on does not grow with its length.
+what is kept of an audio stream does not grow with its length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_POSITIONS = 64
 
 
 class AudioQueue:
-    """The part of one sound that its request has not used yet."""
+    """The part of one request's audio that no step has used yet."""
 
     def __init__(self) -> None:
         self.memory = AudioMemory()
@@ -28,7 +28,7 @@ class AudioQueue:
         self._start = 0
 
     def append(self, features: torch.Tensor) -> None:
-        """Add features of the sound; they are for a whole number of positions."""
+        """Add features of the audio, for a whole number of positions."""
         self._features.append(features)
 
     def lacks(self, end: int) -> bool:
@@ -37,7 +37,7 @@ class AudioQueue:
         return bool(self._features) and self._start + num_embeds < end
 
     def take_features(self, most: int) -> torch.Tensor:
-        """Remove the next features from the queue, at most so many frames, and return them."""
+        """Remove and return the next features, at most `most` frames."""
         parts: list[torch.Tensor] = []
         while self._features and most > 0:
             part = self._features.popleft()
@@ -54,24 +54,24 @@ class AudioQueue:
     def take(self, start: int, end: int) -> torch.Tensor:
         """Return the embeddings of the positions [start, end), and forget those before `start`."""
         if self._embeds is None:
-            raise RequestError("the sound has not come yet")
+            raise RequestError("the audio has not arrived yet")
         self._embeds = self._embeds[start - self._start :]
         self._start = start
         return self._embeds[: end - start]
 
     def renumber(self, count: int) -> None:
-        """Let positions count from `count` on as from 0."""
+        """Let the position `count` become position 0."""
         self._start -= count
 
 
 def encode_audios(
     hf_model: StreamingModel, wanted: Mapping[str, tuple[AudioQueue, int]]
 ) -> dict[str, RequestError]:
-    """Encode sounds until all positions before an end have their embeddings.
+    """Encode audio of requests until all positions before an end have their embeddings.
 
-    `wanted` has the queue of each request, and that end. Sounds that are equally far are encoded
-    together. Returns the error of each request with a sound that can't be encoded; it costs the
-    others nothing.
+    `wanted` has each request's queue and that end. Parts with as many frames and as long a memory
+    are encoded together. Return the errors of requests with audio that can't be encoded; only these
+    fail.
     """
     failed: dict[str, RequestError] = {}
     while True:
@@ -90,22 +90,22 @@ def encode_audios(
 def _encode_batch(
     hf_model: StreamingModel, batch: Sequence[tuple[str, AudioQueue, torch.Tensor]]
 ) -> dict[str, RequestError]:
-    """Encode sounds together, and if that fails, one by one. Returns the errors of requests."""
+    """Encode audio together, and if that fails, one by one. Return the errors of requests."""
     try:
         memories = [queue.memory for _, queue, _ in batch]
         embeds = hf_model.encode_parts(memories, [features for *_, features in batch])
         verdicts = torch.stack([torch.isfinite(each).all() for each in embeds]).tolist()
-    except Exception as error:  # models raise all kinds of errors; only the sound at fault fails
+    except Exception as error:  # models raise all kinds of errors; only the audio at fault fails
         if len(batch) > 1:
             results = [_encode_batch(hf_model, [entry]) for entry in batch]
             return {name: reason for result in results for name, reason in result.items()}
-        reason = f"the sound could not be encoded: {type(error).__name__}: {error}"
+        reason = f"the audio could not be encoded: {type(error).__name__}: {error}"
         return {batch[0][0]: RequestError(reason)}
     failed: dict[str, RequestError] = {}
     for (request_id, queue, _), each, is_finite in zip(batch, embeds, verdicts, strict=True):
         if is_finite:
             queue.add_embeds(each)
         else:
-            reason = "the sound could not be encoded: its embeddings are not finite"
+            reason = "the audio could not be encoded: its embeddings are not finite"
             failed[request_id] = RequestError(reason)
     return failed

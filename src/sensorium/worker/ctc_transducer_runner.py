@@ -1,6 +1,6 @@
-"""Carries out steps of models that recognise speech without a decoder: they only encode.
+"""Runs steps of CTC/transducer models, which only encode.
 
-The encoder's output of a sound is all that is found in it. A request that is scheduled gets it,
+The encoder's output of an audio item is all that such a model gives. A scheduled request gets it,
 with a token that ends the request. No keys and values are kept, and nothing is sampled.
 """
 
@@ -24,7 +24,7 @@ from sensorium.worker.request_states import RequestState
 
 
 class CtcTransducerRunner(ModelRunner):
-    """A runner of a recogniser's steps, with requests and encoders as those of other models."""
+    """A runner of CTC/transducer models, with the requests and encoders of other models."""
 
     def __init__(
         self,
@@ -48,10 +48,8 @@ class CtcTransducerRunner(ModelRunner):
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Prepare a new request, or raise a `RequestError` if it asks how tokens are chosen.
-
-        No token is chosen, so that an answer would lack what was asked for.
-        """
+        """Prepare a new request, or raise `RequestError` if it asks how tokens are chosen."""
+        # The answer would lack what was asked for, because no token is chosen.
         for name in ("logprobs", "structured_outputs"):
             if getattr(request.sampling_params, name) is not None:
                 reason = "this model chooses no tokens, it finds what is said: leave it out"
@@ -62,11 +60,11 @@ class CtcTransducerRunner(ModelRunner):
         return range(len(state.request.mm_features))
 
     def _find_misfit(self, _state: RequestState, _mm_index: int) -> str | None:
-        """Return `None`: a sound has as many tokens as are heard in it."""
+        """Return `None`: any number of embeddings fits."""
         return None
 
     def _run(self, rows: Sequence[Row], step: LaunchedStep) -> LaunchedStep:
-        """Begin to copy what was found in the sounds of the scheduled requests to the host."""
+        """Begin to copy what was found in the audio of the scheduled requests to the host."""
         tables = {
             entry.request_id: self.encoder_cache[state.get_encoder_key(0)] for entry, state in rows
         }

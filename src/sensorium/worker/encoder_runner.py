@@ -28,14 +28,12 @@ Encode = Callable[[str, Sequence[MultiModalKwargsItem], Sequence[int]], list[tor
 
 
 class EncoderCache:
-    """A store of the embeddings that encoders have computed, in which each entry owns its memory.
-
-    The key of an entry is made of the media item's hash and of the request's cache salt and
-    adapter. An entry that is a view of a batch would keep the whole batch in memory.
-    """
+    """A store of the embeddings that encoders have computed; each entry owns its memory."""
 
     def __init__(self) -> None:
-        self._embeds: dict[str, torch.Tensor] = {}  # key -> [num_embeds, width]
+        # Encoder key, made of the item's hash and the request's salt and adapter
+        # -> [num_embeds, width].
+        self._embeds: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self._embeds[key]
@@ -47,10 +45,8 @@ class EncoderCache:
         return len(self._embeds)
 
     def add(self, key: str, embeds: torch.Tensor) -> None:
-        """Store the embeddings [num_embeds, width] of a media item under its key.
-
-        A view of a larger tensor is copied, so that the larger tensor can be freed.
-        """
+        """Store the embeddings [num_embeds, width] of a media item, and copy them if need be."""
+        # A view of a larger tensor would keep the whole one in memory.
         num_bytes = embeds.numel() * embeds.element_size()
         is_whole = embeds.is_contiguous() and embeds.untyped_storage().nbytes() == num_bytes
         self._embeds[key] = (
@@ -58,10 +54,7 @@ class EncoderCache:
         )
 
     def drop(self, key: str) -> None:
-        """Remove the embeddings with this key, if there are any.
-
-        The key is missing if the media item could not be encoded.
-        """
+        """Remove the embeddings with this key; there are none if the item could not be encoded."""
         self._embeds.pop(key, None)
 
     @property
@@ -88,25 +81,23 @@ class Encoded:
 
 
 class EncoderStore(Protocol):
-    """A place where encoder outputs are kept that the cache has no room for, by `mm_hash`."""
+    """A place for encoder outputs that the cache has no room for, by `mm_hash`."""
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None: ...
 
 
 class EncoderRunner:
-    """A runner of the model's media encoders, which stores the embeddings in a cache.
+    """A runner of the model's media encoders, which stores their outputs in a cache.
 
-    `encode` does what `HfModel.encode` does, which is used without it. `get_batch_key` returns
-    the same for media items that are encoded together. Without it, these have the same shape. Media
-    items that came with the output of an encoder are not encoded. What was encoded is also kept in
-    `store`, if there is one.
+    Media items that arrive with the output of an encoder are not encoded.
     """
 
     def __init__(
         self,
         hf_model: HfModel,
         cache: EncoderCache,
-        encode: Encode | None = None,
+        encode: Encode | None = None,  # instead of `HfModel.encode`
+        # Items with equal keys are encoded together. None: those of the same shapes.
         get_batch_key: Callable[[MultiModalKwargsItem], Hashable] | None = None,
     ) -> None:
         self._hf_model = hf_model
@@ -115,14 +106,12 @@ class EncoderRunner:
         self._get_batch_key = get_batch_key or _get_shapes
         self.store: EncoderStore | None = None  # set when the engine is built and tried
         self.num_encoded = 0  # items that an encoder of this process was run for
-        self.num_loaded = 0  # items that came with the output of an encoder
+        self.num_loaded = 0  # items that arrived with the output of an encoder
 
     def run(self, jobs: Sequence[EncoderJob]) -> Encoded:
         """Encode media items, and store their embeddings in the cache.
 
-        Items with the same batch key are encoded together. If a batch fails, its items are encoded
-        one by one, so that only those at fault fail. It waits for the device before it returns, so
-        the time includes the device's work. Without jobs it does not wait.
+        If there are any, it waits for the device, so the time includes the device's work.
         """
         if not jobs:
             return Encoded()
@@ -137,10 +126,7 @@ class EncoderRunner:
         return Encoded(failed=failed, loaded=loaded, seconds=time.monotonic() - began)
 
     def _load(self, job: EncoderJob) -> bool:
-        """Take the embeddings of a media item that was encoded before, and return whether it was.
-
-        Embeddings that don't fit are not taken, and the item is encoded.
-        """
+        """Take embeddings that were computed before, and return whether there were any that fit."""
         embeds = job.item.get(ENCODED)
         if embeds is None or len(embeds) != job.feature.mm_position.get_num_embeds():
             return False
@@ -170,11 +156,7 @@ class EncoderRunner:
     def _run_batches(
         self, batches: Sequence[Sequence[EncoderJob]]
     ) -> list[tuple[Sequence[EncoderJob], str]]:
-        """Encode batches of media items, and store the embeddings of those that succeed.
-
-        Returns each batch that failed, with the reason. Reading from the device makes the host
-        wait, so the check for infinite numbers and NaN is read once, for all batches together.
-        """
+        """Encode batches, store what succeeds, and return each failed batch with the reason."""
         encoded: list[tuple[Sequence[EncoderJob], list[torch.Tensor], torch.Tensor]] = []
         failed: list[tuple[Sequence[EncoderJob], str]] = []
         for batch in batches:
@@ -183,6 +165,7 @@ class EncoderRunner:
                 failed.append((batch, result))
             else:
                 encoded.append((batch, *result))
+        # Read once for all batches, because reading from the device makes the host wait.
         verdicts = torch.stack([verdict for *_, verdict in encoded]).tolist() if encoded else []
         for (batch, embeds, _), is_finite in zip(encoded, verdicts, strict=True):
             if not is_finite:
@@ -195,11 +178,7 @@ class EncoderRunner:
         return failed
 
     def _encode(self, jobs: Sequence[EncoderJob]) -> tuple[list[torch.Tensor], torch.Tensor] | str:
-        """Return the embeddings of one batch, or a string with the reason why it can't be encoded.
-
-        The tensor after the embeddings has one bool: whether all numbers in them are finite. It is
-        still on the device.
-        """
+        """Return a batch's embeddings and whether all are finite, or the reason why it failed."""
         modality = jobs[0].feature.modality
         try:
             embeds = self._get_embeds(modality, jobs)
@@ -210,7 +189,7 @@ class EncoderRunner:
             # Models raise all kinds of errors. Caught here, they fail only the requests concerned.
             logger.debug("encoding %d %s item(s) failed", len(jobs), modality, exc_info=True)
             return f"{type(error).__name__}: {error}"
-        return embeds, is_finite
+        return embeds, is_finite  # one bool, which is still on the device
 
     def _get_embeds(self, modality: str, jobs: Sequence[EncoderJob]) -> list[torch.Tensor]:
         num_embeds = [job.feature.mm_position.get_num_embeds() for job in jobs]
@@ -222,11 +201,7 @@ class EncoderRunner:
         return encode(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
-        """Return a copy of a media item's precomputed embeddings, for the model's dtype and device.
-
-        It must be a copy, because the memory of the media item may belong to a cache that uses it
-        again. Raises a `RequestError` if there are not `num_expected` embeddings.
-        """
+        """Return a copy of precomputed embeddings: a cache may use the item's memory again."""
         if len(embeds) != num_expected:
             raise RequestError(
                 f"the encoder made {len(embeds)} embeddings for an item that has {num_expected} "
@@ -242,7 +217,6 @@ def _explain(job: EncoderJob, reason: str) -> str:
 def _get_shapes(item: MultiModalKwargsItem) -> Hashable:
     """Return a key that is equal for media items that can be encoded together without padding.
 
-    With padding, the embeddings of an item would depend on the other items of the batch if the
-    encoder has no mask.
+    With padding, an item's embeddings would depend on the others if the encoder has no mask.
     """
     return tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(item.items()))

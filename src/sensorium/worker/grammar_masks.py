@@ -1,9 +1,9 @@
 """Follows the grammars of requests: which tokens may come next, and when an answer is complete.
 
-Owns a matcher for each request that has `structured_outputs`. Threads begin to compile a grammar
-when its request arrives, and to fill a mask when the token before it is chosen, while the model
-computes. A step waits for masks for a short time only. If the mask of a request is late, only that
-request gets no token in this step.
+Owns a matcher for each request that has `structured_outputs`: the position of its output in the
+grammar. Threads begin to compile a grammar when its request arrives, and to fill a mask when the
+token before it is chosen, while the model computes. A step waits for masks for a short time only.
+If the mask of a request is late, only that request gets no token in this step.
 """
 
 from __future__ import annotations
@@ -31,29 +31,20 @@ _MAX_FILLERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMasks:
-    """The masks of one step: which tokens the grammar of each request allows next.
+    """The masks of one step, which have the tokens that each request's grammar allows next."""
 
-    Requests without a grammar have no mask.
-    """
-
-    masks: Mapping[str, Words] = field(default_factory=dict)  # request id -> mask
+    masks: Mapping[str, Words] = field(default_factory=dict)  # by id of a request with a grammar
     late_ids: frozenset[str] = frozenset()  # requests with masks that are not filled yet
     failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
 
     def is_without(self, request_id: str) -> bool:
-        """Return whether a request gets no token in this step.
-
-        That is so if its mask is not filled yet, or if its grammar has failed.
-        """
+        """Return whether a request gets no token in this step."""
         return request_id in self.late_ids or request_id in self.failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """The requests of a step with a grammar that is now complete or has failed.
-
-    A grammar is complete if the output matches it fully. It has failed if it refused a token.
-    """
+    """The requests of a step with a grammar that is now complete or has failed."""
 
     completed_ids: frozenset[str] = frozenset()  # requests with grammars that allow no more tokens
     failures: Mapping[str, RequestError] = field(default_factory=dict)  # request id -> why it fails
@@ -65,9 +56,8 @@ _PATH = ("structured_outputs",)
 class _Entry:
     """The grammar of one request: its matcher, its next mask, and the error if it has failed.
 
-    The matcher is the position of the request's output in the grammar. A thread of the pools writes
-    `mask` and `failure`, and sets `is_ready` last. The step reads them only when `is_ready` is set,
-    so no lock is needed.
+    A thread of the pools writes `mask` and `failure`, and sets `is_ready` last. The step reads them
+    only when `is_ready` is set, so no lock is needed.
     """
 
     def __init__(self, request: EngineCoreRequest, num_consumed: int) -> None:
@@ -84,11 +74,7 @@ class _Entry:
 
 
 class GrammarMasks:
-    """The matchers of all requests that have a grammar, and the threads that fill their masks.
-
-    A matcher is the position of a request's output in its grammar. A mask has one bit for each
-    token of the vocabulary: whether the token may come next.
-    """
+    """The matchers of all requests that have a grammar, and the threads that fill their masks."""
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         # None if the engine has no tokenizer. Requests with a grammar are then refused.
@@ -98,11 +84,7 @@ class GrammarMasks:
     # ---- requests come and go
 
     def add(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> None:
-        """Begin to compile the grammar of a request in a thread, if the request has one.
-
-        `output_token_ids` are the tokens that the request has already generated. The matcher
-        consumes them when it is compiled. Raises a `RequestError` if the engine has no tokenizer.
-        """
+        """Begin to compile a request's grammar, if it has one, and to consume its output so far."""
         if request.sampling_params.structured_outputs is None:
             return
         if self._compiler is None:
@@ -111,11 +93,8 @@ class GrammarMasks:
         entry.jobs = (self._compilers.submit(self._prepare, entry, output_token_ids),)
 
     def start(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
-        """Prepare the grammar of a request that starts to run, or resumes after a preemption.
-
-        `output_token_ids` are the tokens that the request has already generated. If its matcher has
-        consumed another number of tokens, the grammar is compiled again and consumes these.
-        """
+        """Prepare the grammar of a request that starts to run, or resumes after a preemption."""
+        # A matcher that has consumed another number of tokens is compiled again.
         entry = self._entries.get(request.request_id)
         if entry is None or entry.num_consumed != len(output_token_ids):
             self.add(request, output_token_ids)
@@ -130,9 +109,8 @@ class GrammarMasks:
     def take(self, states: Sequence[RequestState]) -> StepMasks:
         """Return the masks of the requests that choose a token in this step.
 
-        Waits up to `MAX_WAIT_S` seconds for masks that are not filled yet. A mask that was late in
-        the last step is waited for only if all requests of this step have a grammar, so that it
-        delays no others.
+        It waits up to `MAX_WAIT_S` seconds for masks. If a mask was late in the last step, it waits
+        only if all requests of this step have a grammar, so that it delays no others.
         """
         entries = self._find(states)
         if not entries:
@@ -162,11 +140,9 @@ class GrammarMasks:
     def consume(self, tokens: Iterable[tuple[RequestState, int]]) -> Progress:
         """Advance the matchers by the chosen tokens, and begin to fill the next masks in threads.
 
-        `tokens` has a request and its new token id in each pair. Requests without a grammar, and
-        those that have ended or were started anew, are ignored. Returns the requests that are
-        complete now, and those that fail.
+        Requests without a grammar, and those that have ended or were started again, are ignored.
         """
-        completed, failures, going_on = [], {}, []
+        completed, failures, continuing = [], {}, []
         for state, token_id in tokens:
             entry = self._entries.get(state.request.request_id)
             if entry is None or entry.state is not state:
@@ -179,8 +155,8 @@ class GrammarMasks:
             elif matcher.is_complete:
                 completed.append(entry.request.request_id)
             elif entry.num_consumed != state.params.max_tokens:
-                going_on.append(entry)
-        self._begin(going_on)
+                continuing.append(entry)
+        self._begin(continuing)
         return Progress(completed_ids=frozenset(completed), failures=failures)
 
     def _find(self, states: Sequence[RequestState]) -> dict[_Entry, RequestState]:
@@ -192,8 +168,7 @@ class GrammarMasks:
     def _begin(self, entries: Sequence[_Entry]) -> None:
         """Start threads that fill the next masks of these requests.
 
-        The threads share a queue, and each takes the next request when it is free, so that one slow
-        mask does not delay the others.
+        Each thread takes the next request of a queue when it is free: a slow mask delays no others.
         """
         if not entries:
             return
@@ -206,11 +181,10 @@ class GrammarMasks:
             entry.jobs = jobs
 
     def _get_mask(self, entry: _Entry) -> Words:
-        """Return the mask of a request, without the end-of-sequence tokens if it must not end yet.
+        """Return the mask of a request, without the end-of-sequence tokens if it may not end yet.
 
-        A request must not end before `min_tokens` tokens, nor with `ignore_eos`. If the grammar
-        allows only end-of-sequence tokens, the output is complete, and the request ends all the
-        same.
+        If the grammar allows only these tokens, the output is complete, and the request ends
+        anyway.
         """
         request, mask = entry.request, entry.mask
         params = request.sampling_params

@@ -1,6 +1,6 @@
 """Turns the schedule of a step into tensors.
 
-A step is a flat batch of tokens, and the requests that compute one token come first.
+A step is a flat batch of the tokens of all requests. Those that compute one token come first.
 """
 
 from __future__ import annotations
@@ -26,17 +26,13 @@ Row = tuple[ScheduledRequest, RequestState]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """The input tensors of one step of the model, in which it computes N tokens.
-
-    The tokens of all requests are concatenated. The requests that compute a single token come
-    first.
-    """
+    """The input tensors of one step of the model, in which it computes N tokens."""
 
     rows: tuple[Row, ...]
     input_ids: torch.Tensor  # [N]
     positions: torch.Tensor  # [N], or [3, N] with M-RoPE
+    delays: torch.Tensor | None  # [N], in tokens, for models that take streaming audio
     # bool [N]: the tokens of long requests. None if the model treats all lengths alike.
-    delays: torch.Tensor | None  # [N], in tokens, for models that hear sounds while they go on
     is_long: torch.Tensor | None
     layout: StepLayout
     cross: CrossTables | None  # of layers with cross-attention; None if the model has none
@@ -51,27 +47,22 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputBatch:
-    """A builder of the input tensors of steps, from what is scheduled and the state of requests.
-
-    `groups` are groups of layers that share a block table. In `bidirectional_modalities` the tokens
-    of a media item attend to each other in both directions. With `has_long_factors` the model uses
-    other rotary factors for long requests.
-    """
+    """A builder of a step's input tensors, from the schedule and the state of requests."""
 
     groups: Sequence[KVCacheGroup]
     block_size: int
-    bidirectional_modalities: frozenset[str]
+    bidirectional_modalities: frozenset[str]  # their items' tokens attend in both directions
     has_causal_full_layers: bool = False
-    has_long_factors: bool = False
+    has_long_factors: bool = False  # the model uses other rotary factors for long requests
     has_mrope: bool = False
     encoder_cache: EncoderCache
     table: RequestTable
     staging: StagingBuffer
-    # For models that take sounds while they go on: those of all requests, by request id.
+    # For models that take streaming audio: that of all requests, by request id.
     audios: Mapping[str, AudioQueue] | None = None
 
     def prepare(self, rows: Sequence[Row], unread: torch.Tensor | None = None) -> StepInputs:
-        """Return the inputs of a step. `unread` are the tokens that the step before has chosen."""
+        """Return a step's inputs. The step before has chosen the tokens `unread` on the device."""
         ordered = tuple(sorted(rows, key=_get_place))
         query_lens = tuple(scheduled.num_new_tokens for scheduled, _ in ordered)
         seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
@@ -136,10 +127,7 @@ class InputBatch:
         )
 
     def take_audios(self, rows: Sequence[Row]) -> torch.Tensor | None:
-        """Return the embeddings of the sounds that a step needs, one for each token of its rows.
-
-        Return `None` if the model does not take sounds while they go on.
-        """
+        """Return the streaming audio's embedding for each token, or `None` for other models."""
         if self.audios is None:
             return None
         parts = [
@@ -227,10 +215,7 @@ class InputBatch:
         )
 
     def _make_token_arrays(self, rows: Sequence[Row]) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays with an entry for each token of a step. The rows that decode are first.
-
-        Those rows are computed together, and the others one by one.
-        """
+        """Return the arrays with an entry for each token; all rows that decode are made at once."""
         num_decoding = sum(map(is_decoding, rows))
         decoded = get_decode_columns(rows[:num_decoding], self.table, self.block_size)
         windows = [(state, s.num_computed_tokens, _end(s)) for s, state in rows[num_decoding:]]
@@ -269,9 +254,8 @@ class InputBatch:
     def _make_attend_until(self, rows: Sequence[Row], starts: IntArray) -> IntArray | None:
         """Return for each token of the step the exclusive end of the positions it attends to.
 
-        For a token in a media span with attention in both directions, that is the end of the span.
-        For any other token it is the position after its own. Returns `None` if no token of the step
-        belongs to such a span.
+        It is the end of its media span with attention in both directions, or else the position
+        after its own. Return `None` if no token of the step belongs to such a span.
         """
         if not self.bidirectional_modalities:
             return None
@@ -293,10 +277,7 @@ class InputBatch:
 
 
 def is_decoding(row: Row) -> bool:
-    """Return whether a request of a step only decodes one token.
-
-    That is the case if the step computes one token of its output and samples the next.
-    """
+    """Return whether a request only computes one token of its output, and samples the next."""
     scheduled, state = row
     return (
         scheduled.num_new_tokens == 1
@@ -350,9 +331,8 @@ def get_gather_slices(
 ) -> list[GatherSlice]:
     """Return which media embeddings replace the prompt tokens `[window_start, window_end)`.
 
-    The result has one slice for each media item with embeddings in that range, in the order of the
-    prompt. It consists of indices only; no tensors are read. The cost is O(log n) in the number of
-    media items of the request, plus the length of the range.
+    There is a slice for each item with embeddings there, in order. The time is O(log n) in the
+    number of the request's items, plus the length of the range.
     """
     slices = []
     lo, hi = get_mm_features_in_window(features, window_start, window_end)
@@ -375,8 +355,8 @@ def get_gather_slices(
 def get_unread_places(rows: Sequence[Row], places: Sequence[int]) -> dict[str, IntArray]:
     """Return which input tokens of a step the host has not read yet, and where they are.
 
-    `places` has the index of the last token of each row among the tokens of the step. `unread_at`
-    are those indices for which the token is in row `unread_rows` of the tokens of the last step.
+    The token at index `unread_at` of the step's input is in row `unread_rows` of the tokens that
+    the last step has chosen. `places` has the index of the last token of each of this step's rows.
     """
     unread = [
         (place, state.unread_row)
@@ -393,8 +373,7 @@ def get_unread_places(rows: Sequence[Row], places: Sequence[int]) -> dict[str, I
 def pass_tokens(unread: torch.Tensor | None, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy the tokens that the last step has chosen to `input_ids`, on the device.
 
-    `tensors` also has the places of `get_unread_places`. A number below 0, which stands for a
-    failure, becomes token 0: the result of such a row is dropped.
+    A number below 0, which marks a failure, becomes token 0: the result of such a row is dropped.
     """
     at = tensors["unread_at"]
     if unread is not None and len(at):
@@ -403,11 +382,7 @@ def pass_tokens(unread: torch.Tensor | None, tensors: Mapping[str, torch.Tensor]
 
 
 def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -> IntArray:
-    """Return the ids of the new KV cache blocks that a step fills only in part.
-
-    Each request has at most one such block, its last. `group_index` selects one of the groups of
-    layers that share a block table.
-    """
+    """Return the ids of the new KV cache blocks of a group that a step fills only in part."""
     block_ids = [
         entry.new_block_ids[group_index][-1]
         for entry, _ in rows
@@ -417,7 +392,7 @@ def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -
 
 
 def _get_place(row: Row) -> int:
-    """Return the place of a row in the order of a step: first those of one token that decode."""
+    """Return the place of a row in a step's order: first those of one token that decode."""
     return 0 if is_decoding(row) else 1 + (row[0].num_new_tokens > 1)
 
 

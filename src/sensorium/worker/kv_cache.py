@@ -18,10 +18,7 @@ _ALIGNMENT = 64  # bytes, the alignment of torch's own allocator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """The keys and values of all layers of one group that have the same shape, in two tensors.
-
-    So one call can clear a block in all these layers.
-    """
+    """The tensors of all layers of a group with one shape, so that one call clears a block."""
 
     group_index: int
     keys: torch.Tensor  # [layers, blocks, block_size, K, D]
@@ -31,15 +28,14 @@ class _Stack:
 class KVCache:
     """The key and value tensors of all attention layers, divided into blocks of tokens.
 
-    Layers that share a block table form a group. For each group `layer_groups` lists its layers,
-    and `groups` has its number of blocks, in the same order. All tensors are zeroed at the start,
-    because padding reads block 0, and uninitialised memory may contain NaN.
+    All tensors are zeroed at the start, because padding reads block 0, and uninitialised memory may
+    contain NaN.
     """
 
     def __init__(
         self,
         layer_groups: Sequence[LayerGroup],
-        groups: Sequence[KVCacheGroup],
+        groups: Sequence[KVCacheGroup],  # in the same order
         *,
         block_size: int,
         dtype: torch.dtype,
@@ -83,7 +79,7 @@ class KVCache:
     def clear_blocks(self, group_index: int, block_ids: torch.Tensor) -> None:
         """Set the keys and values of these blocks to zero, in all layers of a group.
 
-        This is for blocks that a step fills only in part. What an earlier request left in them is
+        It is for blocks that a step fills only in part. What an earlier request left in them is
         masked, but masking multiplies by zero, and NaN times zero is NaN.
         """
         for stack in self._stacks:
@@ -95,18 +91,15 @@ class KVCache:
         return self._layers[layer_index]
 
     def get_stored(self, layer_index: int) -> LayerCache:
-        """Return the keys and values of a layer for attention that must not store new ones.
-
-        It is used if a CUDA graph has already stored the new keys and values.
-        """
+        """Return the cache of a layer with new keys and values already stored by a CUDA graph."""
         return self._stored[layer_index]
 
 
 def _make_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of zeros, on a CPU without the cost of writing them.
 
-    On a CPU `torch.zeros` writes every page, which takes about a second per GiB. numpy gets pages
-    that the system zeroes when they are first used.
+    There `torch.zeros` writes every page, which takes about a second per GiB. numpy gets pages that
+    the system zeroes when they are first used.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

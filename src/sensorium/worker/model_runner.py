@@ -1,7 +1,6 @@
 """Carries out a `SchedulerOutput`: encode, gather, run the decoder, sample. It schedules nothing.
 
-Owns all tensors of the engine but those of media items, which it reads from `payloads`. The engine
-core fills these.
+Owns all tensors of the engine except those of media items, which the core puts into `payloads`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedStep:
-    """A step that the device computes. `ModelRunner.finish` waits for its results."""
+    """A step that the device computes, until `ModelRunner.finish` waits for its results."""
 
     encoded: Encoded
     failed_requests: Mapping[str, RequestError]  # those that were left out
@@ -74,12 +73,7 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """A runner that computes the steps of an engine on its device, as the scheduler plans them.
-
-    `payloads` maps the hash of each media item that is in use to its processed tensors. Without
-    `grammars` requests with structured outputs are refused. Without `graphs` no CUDA graphs are
-    used.
-    """
+    """A runner that computes the steps of an engine on its device, as the scheduler plans them."""
 
     def __init__(
         self,
@@ -89,8 +83,8 @@ class ModelRunner:
         groups: Sequence[KVCacheGroup],
         block_size: int,
         attention: PagedAttention,
-        payloads: Mapping[str, MultiModalKwargsItem],
-        grammars: GrammarCompiler | None = None,
+        payloads: Mapping[str, MultiModalKwargsItem],  # `mm_hash` -> processed tensors
+        grammars: GrammarCompiler | None = None,  # None: structured outputs are refused
         graphs: Graphs = NO_GRAPHS,
     ) -> None:
         self.encoder_cache = EncoderCache()
@@ -135,11 +129,9 @@ class ModelRunner:
     # ---- requests come and go
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Prepare a new request before its first step.
+        """Prepare a new request, or raise `RequestError` if it does not fit the model.
 
-        This checks its token ids, begins to compile its grammar, and computes the M-RoPE positions
-        of its prompt if the model has any. The positions are kept when the request is preempted.
-        Raises a `RequestError` if the request does not fit the model.
+        Its grammar begins to compile, and its M-RoPE positions are kept until it ends.
         """
         self._check_token_ids(request)
         self._grammars.add(request)
@@ -159,13 +151,10 @@ class ModelRunner:
         )
 
     def _check_token_ids(self, request: EngineCoreRequest) -> None:
-        """Raise a `RequestError` if a token id of the request is outside the model's vocabulary.
-
-        This checks the prompt, `logit_bias` and `allowed_token_ids`. Placeholder tokens of media
-        items may be outside, because their embeddings come from encoders.
-        """
+        """Raise `RequestError` if a token id of the request is outside the model's vocabulary."""
         token_ids = np.array(request.prompt_token_ids)
-        # With cross-attention, and in a stream, no token of the prompt stands for media.
+        # Placeholders may be outside, because their embeddings come from encoders. With
+        # cross-attention, and in a stream, no token of the prompt stands for media.
         is_outside_prompt = self._cross_group is not None or request.stream is not None
         for feature in () if is_outside_prompt else request.mm_features:
             for start, end in feature.mm_position.extract_embeds_range():
@@ -201,8 +190,8 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Begin to compute a step as it is planned.
 
-        On a GPU the host waits only for encoders. So it can plan and launch the next step before
-        it calls `finish` for this one. Tokens that are not read yet are passed from one step to the
+        On a GPU the host waits only for encoders. So it can plan and launch the next step before it
+        calls `finish` for this one. Tokens that are not read yet are passed from one step to the
         next on the device. Steps must be finished in the order in which they were launched.
         """
         self._apply_changes(output)
@@ -221,7 +210,7 @@ class ModelRunner:
     def is_done_within(self, seconds: float, step: LaunchedStep) -> bool:
         """Wait for the tokens of a step for a short time, and return whether they are there.
 
-        On a CPU it returns False at once, and for a step that chooses no tokens too.
+        On a CPU, and for a step that chooses no tokens, it returns False at once.
         """
         return step.choice is not None and step.choice.sampling.arrives_within(seconds)
 
@@ -279,9 +268,8 @@ class ModelRunner:
     ) -> dict[str, RequestError]:
         """Return the requests that can't run in this step, and the error of each by request id.
 
-        They need media embeddings that could not be computed, in this step or in the one before,
-        or that are more or fewer than their placeholder tokens. `failed` has the reasons of both
-        steps by encoder key.
+        They need media embeddings that failed in this step or the one before (`failed` has the
+        reasons by encoder key), or that are more or fewer than their placeholder tokens.
         """
         left_out: dict[str, RequestError] = {}
         for entry in scheduled:
@@ -306,7 +294,7 @@ class ModelRunner:
         return None
 
     def _get_needed_items(self, entry: ScheduledRequest, state: RequestState) -> Iterable[int]:
-        """Return the indices of the media items with embeddings that a request needs in a step."""
+        """Return the media items with embeddings that a request needs in a step."""
         start, features = entry.num_computed_tokens, state.request.mm_features
         if self._cross_group is not None:
             return range(len(features)) if state.stores_media(start) else ()
@@ -316,9 +304,7 @@ class ModelRunner:
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
         """Return why cached embeddings do not fit a media item, or `None` if they fit.
 
-        They do not fit if the placeholder has another number of embeddings. That happens if a
-        client chose the hash, and the hash stood for another media item when the embeddings were
-        computed.
+        A hash that a client chose may have stood for another item when they were computed.
         """
         feature = state.request.mm_features[mm_index]
         num_there = len(self.encoder_cache[state.get_encoder_key(mm_index)])
@@ -331,10 +317,7 @@ class ModelRunner:
         )
 
     def _run(self, rows: Sequence[Row], step: LaunchedStep) -> LaunchedStep:
-        """Compute a step for the scheduled requests, with a CUDA graph if one fits.
-
-        A next token is chosen for each request that has all its tokens computed after the step.
-        """
+        """Compute a step for the scheduled requests, with a CUDA graph if one fits."""
         graphs = self._graphs.decoding
         size = None if graphs is None else graphs.find_size(rows)
         if graphs is None or size is None:
@@ -362,13 +345,9 @@ class ModelRunner:
         self,
         states: Sequence[RequestState],
         logits: torch.Tensor,  # a row for each state
-        likeliest: torch.Tensor | None = None,
+        likeliest: torch.Tensor | None = None,  # by `mark_likeliest`, if a graph has computed it
     ) -> _Choice:
-        """Begin to choose the next token of each request.
-
-        `likeliest` is the result of `mark_likeliest` for these logits, if a graph has computed it.
-        A request gets no token if the mask of its grammar is late.
-        """
+        """Begin to choose the next token of each request; it gets none if its mask is late."""
         masks = self._grammars.take(states)
         rows = [
             state.get_sampling_row(masks.masks.get(state.request.request_id)) for state in states
@@ -414,10 +393,7 @@ class ModelRunner:
                 self._kv_cache.clear_blocks(group_index, on_device)
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, StepMode]:
-        """Run the decoder on the inputs of a step.
-
-        Returns the hidden states [N, width], and whether and why CUDA graphs were used or not.
-        """
+        """Return the hidden states [N, width] of a step, and the mode in which it was computed."""
         self._clear_blocks(inputs.partial_blocks)
         self._cross = inputs.cross
         self._attention.prepare(inputs.layout)
@@ -453,7 +429,7 @@ class ModelRunner:
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Store the new keys and values of one decoder layer, and return its attention output.
+        """Store the new keys and values of a decoder layer, and return its attention output.
 
         The layer calls this through `models.seams`. A layer that shares the keys and values of
         another layer stores none.
@@ -481,9 +457,6 @@ class ModelRunner:
         *,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Return the attention output of a decoder layer, and store no keys and values.
-
-        It is used if a CUDA graph has already stored the new keys and values of the layer.
-        """
+        """Return the attention output of a layer with keys and values that a graph has stored."""
         cache = self._kv_cache.get_stored(layer_index)
         return self._attention.attend(cache, query, key, value, scaling=scaling)

@@ -21,16 +21,13 @@ MAX_ROWS = 128  # the number of positions that have logits in memory at the same
 
 
 class PromptScores:
-    """The log-probabilities of prompt tokens that one step computes, until the host reads them.
-
-    `spans` has a request id, a number of positions and a number of top tokens in each entry.
-    """
+    """The log-probabilities of prompt tokens that one step computes, until the host reads them."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], spans: Sequence[tuple[str, int, int]]
     ) -> None:
         self._download = Download(tensors)
-        self._spans = spans
+        self._spans = spans  # a request id, a number of positions and of top tokens each
 
     def read(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         """Return one entry for each position, by request id."""
@@ -56,9 +53,8 @@ class PromptScorer:
     def score(self, hidden: torch.Tensor, rows: Sequence[Row]) -> PromptScores:
         """Return the log-probabilities of the prompt tokens that this step predicts.
 
-        `hidden` [N, width] has the hidden states of the step's tokens, in the order of `rows`. The
-        result has one entry for each token of the step that another prompt token follows. Requests
-        that do not want log-probabilities of their prompt are left out.
+        `hidden` [N, width] has the hidden states of the step's tokens, in the order of `rows`.
+        There is an entry for each token of the step that another prompt token follows.
         """
         if all(state.params.prompt_logprobs is None for _, state in rows):
             return NO_SCORES

@@ -25,10 +25,7 @@ from sensorium.worker.sampling.sampling_row import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPositions:
-    """The positions of a request's tokens for a model with M-RoPE, in three dimensions.
-
-    The dimensions are time, height and width.
-    """
+    """The positions of a request's tokens in time, height and width, for a model with M-RoPE."""
 
     positions: IntArray  # [3, prompt]
     delta: IntArray  # [3, 1], added to the index of a token after the prompt
@@ -46,13 +43,13 @@ class RequestTable:
         # The group with cross-attention: its blocks are those of media, not of tokens.
         self.cross_group = cross_group
         self.num_cross_positions = np.zeros(num_rows, dtype=np.int64)  # of the media
-        # For each group of layers: block ids [rows, blocks], with zeros behind those of a request.
+        # For each group of layers: block ids [rows, blocks], with zeros after those of a request.
         self.block_ids = [np.zeros((num_rows, width), dtype=np.int64) for _ in range(num_groups)]
         # What is added to the index of an output token to get its positions: with M-RoPE, or after
         # the first tokens of a request were dropped.
         self.offsets = np.zeros((3, num_rows), dtype=np.int64)
         self.is_long = np.zeros(num_rows, dtype=np.int64)
-        self.delays = np.zeros(num_rows, dtype=np.int64)  # in tokens, of requests that hear
+        self.delays = np.zeros(num_rows, dtype=np.int64)  # in tokens, of streaming audio
         self._num_blocks = [[0] * num_groups for _ in range(num_rows)]
         self._free = list(range(num_rows))
 
@@ -79,7 +76,6 @@ class RequestTable:
         return self.block_ids[group_index][row, : self._num_blocks[row][group_index]]
 
     def drop_blocks(self, row: int, count: int) -> None:
-        """Remove the first blocks of a request, in each group of layers."""
         for group_index, ids in enumerate(self.block_ids):
             kept = self.get_blocks(row, group_index)[count:].copy()
             ids[row] = 0
@@ -87,7 +83,6 @@ class RequestTable:
             self._num_blocks[row][group_index] = len(kept)
 
     def add_blocks(self, row: int, new_block_ids: BlockIds) -> None:
-        """Append block ids to those of a request, in each group of layers."""
         counts = self._num_blocks[row]
         for group_index, block_ids in enumerate(new_block_ids):
             start = counts[group_index]
@@ -100,23 +95,17 @@ class RequestTable:
 
 
 class RequestState:
-    """The state of one running request in the worker: its tokens, KV cache blocks and positions.
-
-    `output_token_ids` are the tokens that it generated before, if it resumes. Its blocks are in a
-    row of `table`. `mrope` is `None` if the model has no M-RoPE. With `is_long` the model uses its
-    rotary factors for long requests. With `has_media`, the blocks of the request already hold the
-    keys and values of its media.
-    """
+    """The state of one running request in the worker: its tokens, KV cache blocks and positions."""
 
     def __init__(
         self,
         request: EngineCoreRequest,
-        output_token_ids: tuple[int, ...],
+        output_token_ids: tuple[int, ...],  # generated before, if it resumes
         *,
         table: RequestTable,
         mrope: PromptPositions | None,
-        is_long: bool = False,
-        has_media: bool = False,
+        is_long: bool = False,  # the model uses its rotary factors for long requests
+        has_media: bool = False,  # its blocks already hold the keys and values of its media
     ) -> None:
         self.request = request
         self.params = request.sampling_params
@@ -148,7 +137,7 @@ class RequestState:
         self._sampling_row = SamplingRow(params=self.params, counts=self._counts)
 
     def release(self) -> None:
-        """Give the row of the table back, when the request has stopped."""
+        """Give back the row of the table when the request has stopped."""
         self._table.release_row(self.row)
 
     @property
@@ -157,15 +146,11 @@ class RequestState:
         return len(self.token_ids) + self.num_unread_tokens - self.num_prompt_tokens
 
     def get_token_ids(self, start: int, end: int) -> IntArray:
-        """Return the tokens `[start, end)`, with 0 in place of a token that is not read yet.
-
-        Only the last one of them can be such a token.
-        """
+        """Return the tokens `[start, end)`, with 0 for the last one if it is not read yet."""
         token_ids = self.token_ids.values[start:end]
         return token_ids if len(token_ids) == end - start else np.append(token_ids, 0)
 
     def has_read(self, index: int) -> bool:
-        """Return whether the host has read the token at this index."""
         return index < len(self.token_ids)
 
     def note_unread(self, row: int) -> None:
@@ -180,11 +165,10 @@ class RequestState:
             self._counts.add(token_id)
 
     def get_sampling_row(self, mask: IntArray | None = None) -> SamplingRow:
-        """Return the parameters and banned tokens with which the sampler chooses the next token.
+        """Return what the sampler needs to choose the next token, in the same object each time.
 
-        It is the same object in every step, with new values. `mask` has the tokens that the
-        request's grammar allows, or is `None` without a grammar. With a mask, end-of-sequence
-        tokens are not banned before `min_tokens`, because the mask already leaves them out.
+        With a grammar's `mask`, end-of-sequence tokens are not banned before `min_tokens`, because
+        the mask already leaves them out.
         """
         row = self._sampling_row
         row.num_output_tokens = num_output_tokens = self.num_output_tokens
@@ -212,11 +196,8 @@ class RequestState:
         self._table.offsets[:, self.row] += count
 
     def stores_media(self, start: int) -> bool:
-        """Return whether a step stores the keys and values of the media for cross-attention.
-
-        `start` is the first token of the request in the step. Only the first step stores them, and
-        not if another request has stored the same.
-        """
+        """Return whether a step from token `start` on stores the keys and values of the media."""
+        # Only the first step stores them, and not if another request has stored the same.
         return start == 0 and not self._has_media
 
     def add_blocks(self, new_block_ids: BlockIds) -> None:
@@ -226,10 +207,7 @@ class RequestState:
         return self.request.mm_features[mm_index].mm_hash + self._encoder_key_suffix
 
     def get_positions(self, start: int, end: int) -> IntArray:
-        """Return the position ids of the tokens `[start, end)` for the decoder.
-
-        The shape is [end - start], or [3, end - start] with M-RoPE.
-        """
+        """Return the positions of the tokens `[start, end)`: [N], or [3, N] with M-RoPE."""
         indices = np.arange(start, end)
         if self._mrope is None:
             positions: IntArray = indices + self._table.offsets[0, self.row]
@@ -241,11 +219,7 @@ class RequestState:
         return positions
 
     def get_slots(self, group_index: int, start: int, end: int, block_size: int) -> IntArray:
-        """Return where the KV cache stores the keys and values of the tokens `[start, end)`.
-
-        The slot of a token is `block_id * block_size` plus its offset in that block. `group_index`
-        selects one of the groups of layers that share a block table.
-        """
+        """Return the slots of the tokens `[start, end)` in the KV cache of one group of layers."""
         indices = np.arange(start, end)
         block_ids = self._table.get_blocks(self.row, group_index)
         slots: IntArray = block_ids[indices // block_size] * block_size

@@ -1,4 +1,4 @@
-"""Carries out steps of models that hear sounds while they go on, such as Voxtral-Realtime."""
+"""Runs steps of models that take streaming audio, such as Voxtral-Realtime."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sensorium.worker.model_runner import ModelRunner
 
 
 class StreamingRunner(ModelRunner):
-    """A runner of steps in which every token has a part of a sound.
+    """A runner of steps in which every token has a part of the request's audio.
 
-    A request brings its sound with it, or it comes part by part with `append_audio`.
+    A request brings all of its audio with it, or `append_audio` adds it part by part.
     """
 
     def __init__(self, hf_model: StreamingModel, **parts: Any) -> None:
@@ -30,7 +30,7 @@ class StreamingRunner(ModelRunner):
 
     def add_request(self, request: EngineCoreRequest) -> None:
         if request.stream is None:
-            raise RequestError("this model needs a sound: send one with the prompt")
+            raise RequestError("this model needs audio: send it with the prompt")
         super().add_request(request)
         self._audios[request.request_id] = AudioQueue()
 
@@ -52,7 +52,7 @@ class StreamingRunner(ModelRunner):
             self._load_whole(started.request)
 
     def _load_whole(self, request: EngineCoreRequest) -> None:
-        """Take the sound that a request brought with it from the beginning."""
+        """Take the audio that a request brought with it, from its beginning."""
         if request.mm_features:
             item = self._payloads[request.mm_features[0].mm_hash]
             queue = self._audios[request.request_id] = AudioQueue()

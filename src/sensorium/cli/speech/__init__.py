@@ -1,1 +1,1 @@
-"""What the command that transcribes needs: files, clients of a server, and what it writes."""
+"""The parts of the command that transcribes: files, clients of a server, and output."""

@@ -1,7 +1,7 @@
 """Finds the files that `sensorium transcribe` is given, also those in directories.
 
-Of a directory, all files below it are taken whose names end like those of sounds and videos. What a
-file really is shows when it is decoded, and costs too much to ask of every file of a directory.
+Of a directory, all files below it are taken that have names of audio or video files. What a file
+really is shows when it is decoded, which costs too much for every file of a directory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sensorium.cli.speech.transcript_writer import AudioFile
 
-_SOUNDS = (
+_AUDIO = (
     *("aac", "ac3", "aif", "aifc", "aiff", "amr", "ape", "au", "caf", "flac", "m4a", "m4b", "mka"),
     *("mp2", "mp3", "mpga", "oga", "ogg", "opus", "spx", "wav", "wave", "weba", "wma", "wv"),
 )
@@ -21,13 +21,13 @@ _VIDEOS = (
     *("3gp", "avi", "flv", "m2ts", "m4v", "mkv", "mov", "mp4", "mpeg", "mpg", "mts", "ogv", "ts"),
     *("webm", "wmv"),
 )
-_ENDINGS = frozenset(f".{ending}" for ending in (*_SOUNDS, *_VIDEOS))
+_ENDINGS = frozenset(f".{ending}" for ending in (*_AUDIO, *_VIDEOS))
 _MAX_NAMED = 3  # of the files that are left out
 
 
 @dataclass(slots=True)
 class FoundAudio:
-    """The files to transcribe, and what has to be said of the others."""
+    """The files to transcribe, and remarks about the others."""
 
     audios: list[AudioFile] = field(default_factory=list)  # in the order of the command line
     problems: list[str] = field(default_factory=list)  # what can't be transcribed, and why
@@ -35,7 +35,7 @@ class FoundAudio:
 
 
 def find_audio_files(words: Sequence[str]) -> FoundAudio:
-    """Return the files of a command line, with the sounds and videos below its directories.
+    """Return the files of a command line, and the audio and video files below its directories.
 
     What is named twice is found once. The files of a directory are in the order of their names,
     those in it before those in directories below. Hidden files and directories, and links to
@@ -83,7 +83,7 @@ def _search(folder: str, found: FoundAudio) -> None:
     if not audios and len(found.problems) == num_problems:
         is_model = "config.json" in others
         hint = ": a model is named with --model" if is_model else ""
-        found.problems.append(f"{folder}: the directory has no sounds and no videos{hint}")
+        found.problems.append(f"{folder}: the directory has no audio and no videos{hint}")
     elif others:
         named = ", ".join(others[:_MAX_NAMED]) + ", ..." * (len(others) > _MAX_NAMED)
         files_are = "1 file is" if len(others) == 1 else f"{len(others)} files are"

@@ -26,13 +26,13 @@ _ROUTE = "/v1/realtime?intent=transcription"
 _FORMAT = {"type": "audio/pcm", "rate": 16_000}
 _CHUNK_BYTES = 3200  # 100 ms
 _OPEN_TIMEOUT_S = 60.0
-_LAST = "last"  # the id of the commit behind the last audio
+_LAST = "last"  # the id of the commit after the last audio
 _EMPTY = "input_audio_buffer_commit_empty"
 _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
 class LiveClient:
-    """A client that transcribes audio while it comes. `fields` are those of `transcription`."""
+    """A client that transcribes streaming audio. `fields` are those of `transcription`."""
 
     def __init__(self, url: str, *, key: str | None, fields: Mapping[str, Any]) -> None:
         base = url.rstrip("/").removesuffix("/v1").replace("http", "ws", 1)
@@ -94,12 +94,11 @@ class LiveClient:
             await asyncio.gather(sender, receiver, return_exceptions=True)
 
     async def _receive(self, socket: ClientConnection) -> None:
-        """Print what comes until all audio was sent and transcribed."""
         while not (self._is_sent and not self._open_items):
             self._take(json.loads(await socket.recv()))
 
     async def _send_audio(self, socket: ClientConnection, descriptor: int) -> None:
-        with suppress(ConnectionClosed):  # the receiver gets it too, and says why
+        with suppress(ConnectionClosed):  # the receiver also gets it, and says why
             async for chunk in _read_chunks(descriptor):
                 text = base64.b64encode(chunk).decode()
                 await _send(socket, "input_audio_buffer.append", audio=text)
@@ -107,7 +106,6 @@ class LiveClient:
             await _send(socket, "input_audio_buffer.commit", event_id=_LAST)
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        """Print what an event brings."""
         kind = event["type"]
         if kind == "input_audio_buffer.committed":
             self._open_items.add(event["item_id"])

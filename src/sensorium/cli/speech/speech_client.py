@@ -23,22 +23,19 @@ from sensorium.types.errors import SensoriumError
 
 _ROUTES = {"transcribe": "/v1/audio/transcriptions", "translate": "/v1/audio/translations"}
 _MAX_AT_ONCE = 8
-_TIMEOUT = httpx.Timeout(60.0, read=None)  # a long sound takes as long as it takes
+_TIMEOUT = httpx.Timeout(60.0, read=None)  # long audio takes as long as it takes
 
 
 class ServerError(SensoriumError):
-    """An error that is raised if the server can't be used for any of the files."""
+    """The server can't be used for any of the files."""
 
 
 class FileError(SensoriumError):
-    """An error that is raised if the server can't transcribe one of the files."""
+    """The server can't transcribe one of the files."""
 
 
 class SpeechClient:
-    """A client that transcribes files with a server.
-
-    `fields` are those of the form that is sent with each file, name -> value or list of values.
-    """
+    """A client that transcribes files with a server. `fields` are sent in the form of each file."""
 
     def __init__(self, url: str, *, key: str | None, task: str, fields: Mapping[str, Any]) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + _ROUTES[task]
@@ -75,7 +72,7 @@ class SpeechClient:
             tasks = [asyncio.create_task(send(*entry)) for entry in enumerate(uploads)]
             try:
                 await asyncio.gather(*tasks)
-            finally:  # after an error or an interruption the others must not go on
+            finally:  # after an error or an interruption the others must not continue
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -83,7 +80,6 @@ class SpeechClient:
     async def _send(
         self, client: httpx.AsyncClient, index: int, upload: _Upload, writer: TranscriptWriter
     ) -> None:
-        """Transcribe one file, and give what comes to `writer`."""
         content = upload.open()
         try:
             async with client.stream(
@@ -107,7 +103,6 @@ class SpeechClient:
     async def _receive(
         self, response: httpx.Response, index: int, writer: TranscriptWriter
     ) -> None:
-        """Give the answer for one file to `writer`, or raise the error that it has."""
         if response.status_code != httpx.codes.OK:
             raise _make_error(response.status_code, await response.aread())
         if not self._is_streamed:
@@ -170,10 +165,7 @@ async def _read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]
 
 
 def _make_error(status: int, content: bytes) -> SensoriumError:
-    """Return the error for an answer with another status than 200.
-
-    If the answer does not blame the file, every file would get it.
-    """
+    """Return the error for a status other than 200, of this file only if the answer blames it."""
     message, param = f"the server answered with status {status}", None
     with suppress(ValueError, KeyError, TypeError):
         error = json.loads(content)["error"]

@@ -1,4 +1,4 @@
-"""Where `sensorium transcribe` reads sounds and writes transcripts.
+"""The audio files that `sensorium transcribe` reads, and where it writes transcripts.
 
 Text on stdout is written as it comes, in the order of the files: that of a later file waits until
 the earlier ones have ended. On a terminal each segment is a line, and the progress bar stays below
@@ -33,13 +33,10 @@ _EXTENSIONS: dict[SpeechFormat, str] = {
 
 @dataclass(frozen=True, slots=True)
 class AudioFile:
-    """A sound as the command line names it: a file, an address, or `-` for stdin.
-
-    A file may also have been found below a directory, the `folder`.
-    """
+    """Audio as the command line names it: a file, an address, or `-` for stdin."""
 
     name: str
-    folder: str = ""  # empty: it was named itself
+    folder: str = ""  # the directory in which it was found; empty: it was named itself
 
     def find_problem(self) -> str:
         """Return why the file can't be read, or an empty text if it probably can.
@@ -64,7 +61,7 @@ class AudioFile:
     def get_target(self, form: SpeechFormat) -> str:
         """Return the name of the file for the transcript: `talk.srt` for `talk.mp3`.
 
-        A file that was found has the same place below its directory: `day/talk.srt`.
+        A file of a directory has the same place below it: `day/talk.srt`.
         """
         if self.folder:
             path = Path(self.name).relative_to(self.folder)
@@ -74,10 +71,7 @@ class AudioFile:
 
 
 class TranscriptWriter:
-    """A writer of transcripts in one format, to stdout or to a file for each.
-
-    With `is_headed`, each text on stdout has the name of its file above it.
-    """
+    """A writer of transcripts in one format, to stdout or to a file for each."""
 
     def __init__(
         self,
@@ -85,7 +79,7 @@ class TranscriptWriter:
         form: SpeechFormat,
         directory: str | None,
         *,
-        is_headed: bool,
+        is_headed: bool,  # each text on stdout has the name of its file above it
     ) -> None:
         self._audios = audios
         self._form = form
@@ -101,16 +95,12 @@ class TranscriptWriter:
         self.num_failed = 0
 
     def add_text(self, index: int, text: str) -> None:
-        """Take the text of the next segment of a file's transcript."""
         if self._is_streamed:
             self._hold(index, self._texts[index].add(text))
             self._write_held()
 
     def finish(self, index: int, content: str) -> None:
-        """Take the whole transcript of a file, in the format.
-
-        A file whose transcript can't be written has failed.
-        """
+        """Write a file's whole transcript. The file has failed if that can't be written."""
         if self._directory is not None:
             if problem := self._save(self._directory, index, content):
                 self.fail(index, problem)
@@ -150,7 +140,7 @@ class TranscriptWriter:
         self._write_held()
 
     def _write_held(self) -> None:
-        """Write what has come of the first file that has not ended, and of those before it."""
+        """Write the text of the first file that has not ended, and of those before it."""
         while self._current < len(self._audios):
             if text := self._held.pop(self._current, ""):
                 self._write(self._current, text)

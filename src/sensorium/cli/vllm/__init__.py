@@ -1,1 +1,1 @@
-"""The flags of `vllm serve` on the command line of servers here, for those who come from there."""
+"""The flags of `vllm serve` on the command line of servers here."""

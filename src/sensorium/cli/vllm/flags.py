@@ -1,8 +1,8 @@
-"""Takes the flags of `vllm serve` that servers here don't have.
+"""Accepts the flags of `vllm serve` that servers here don't have, so that command lines still work.
 
-Who comes from vLLM keeps a command line. A flag that would change nothing here is accepted, and a
-line says so. A flag for what another option does here is taken as that option. Any other is refused
-with a sentence that says what there is instead.
+A flag that would change nothing here is accepted, and a line says so. A flag for what another
+option does here is read as that option. Any other is refused with a sentence that says what there
+is instead.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class ForeignFlag:
 
     @property
     def num_values(self) -> int | str | None:
-        """How many values there are, as argparse writes it."""
+        """Return how many values there are, as argparse writes it."""
         if not self.metavar:
             return 0
         return next((n for end, n in _NUM_VALUES.items() if self.metavar.endswith(end)), None)
 
     def accepts(self, values: Sequence[str]) -> bool:
-        """Return whether these values change nothing here."""
         return ANY in self.accepted or (
             bool(values) and all(value.lower() in self.accepted for value in values)
         )
@@ -118,7 +117,7 @@ FLAGS = (
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
-    """Let a parser take the flags of vLLM that it has not itself; its help does not list them.
+    """Let a parser accept the flags of vLLM that it lacks; its help does not list them.
 
     Each adds a sentence about what it does to the list `notes` of the namespace.
     """
@@ -135,7 +134,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Take(argparse.Action):
-    """Takes a flag of vLLM: as an option, as nothing, or as an error with a sentence."""
+    """Reads a flag of vLLM as an option, as nothing, or as an error with a sentence."""
 
     def __init__(self, names: Sequence[str], flag: ForeignFlag) -> None:
         super().__init__(
@@ -150,7 +149,6 @@ class _Take(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Set the option in `namespace`, or add a sentence to its notes, or refuse the flag."""
         flag, given = self._flag, option_string or ""
         words = [values] if isinstance(values, str) else list(values or ())
         if not flag.metavar:

@@ -1,6 +1,6 @@
-"""The flags of `vllm serve` that servers here don't have, each with what stands in its place.
+"""The flags of `vllm serve` that servers here don't have, each with its replacement.
 
-Those that are the same in both are declared as options (`types.options`), and those that another
+Flags that are the same in both are declared as options (`types.options`), and those that another
 option stands for are in `cli.vllm.flags`. docs/from-vllm.md is made from both tables.
 """
 
@@ -14,7 +14,7 @@ _REPLICAS = "`sensorium deploy --replicas N` runs N engines behind one address."
 _EXPERTS = "All experts of a model are computed on the engine's one device."
 _ONE_REVISION = "All files of a model come from its directory, or from one --revision of a hub id."
 _OWN_CONFIG = "Copy the model's directory, and change its config.json."
-_FORMATS = "Weights are safetensors, beside a config.json as Transformers writes it."
+_FORMATS = "Weights are safetensors, next to a config.json as Transformers writes it."
 _UNQUANTIZED = "Weights are float32, bfloat16 or float16: give a model that is not quantized."
 _ON_DEVICE = "All weights stay on the device."
 _KV_DTYPE = "Keys and values are kept in the precision of the model (--dtype)."
@@ -159,7 +159,7 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("--kv-offloading-backend NAME", "", _NO_TRANSFER),
     ("--kv-transfer-config JSON", "", _NO_TRANSFER),
     ("--kv-events-config JSON", "", _NO_TRANSFER),
-    ("--ec-transfer-config JSON", "", "`sensorium encode` runs encoders apart (docs/scaling.md)."),
+    ("--ec-transfer-config JSON", "", "`sensorium encode` runs remote encoders (docs/scaling.md)."),
     ("--weight-transfer-config JSON", "", "Weights are read once, when the engine starts."),
     ("--mamba-backend NAME", ANY, _NO_STATE),
     ("--mamba-cache-dtype NAME", "auto", _NO_STATE),

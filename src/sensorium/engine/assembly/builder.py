@@ -69,11 +69,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """The part of an engine that computes, with its final config and the model's adapter.
-
-    It also has the compiler for grammars of structured outputs, the model's sampling defaults, and
-    whether the model must still pass `try_core`.
-    """
+    """The part of an engine that computes, with its final config and its model."""
 
     core: EngineCore
     grammars: GrammarCompiler  # compiles the grammars of structured outputs
@@ -89,7 +85,7 @@ def build_engine(
     """Build a core and its frontend in this process, for the checkpoint that `loading` names.
 
     A model of an unknown family is first compared with its own Transformers code (`try_core`), and
-    what that found is returned too. Raises a `ModelError` if the model can't be run.
+    what that found is also returned. Raise a `ModelError` if the model can't be run.
     """
     checkpoint = read_checkpoint(loading)
     tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, media)
@@ -116,7 +112,7 @@ def build_engine(
 def use_tiers(built: Core, tiers: MediaTiers | None) -> None:
     """Let a core keep its encoder outputs in the tiers, and find them there.
 
-    A core that is still to be tried has no tiers, because it has to encode what it is tried with.
+    A core that is still to be tried has no tiers, because it has to encode the items of its trial.
     """
     if tiers is not None and takes_encoded(built.hf_model.config):
         built.core.runner.encoder_runner.store = tiers
@@ -134,9 +130,9 @@ def build_core(
 ) -> Core:
     """Load the model's weights, and build the computing part of an engine.
 
-    `receiver` is the core's side of the media cache. `get_tokenizer` returns a tokenizer for the
-    first request with a grammar, or else it is loaded then. With `has_own_process` nothing else in
-    the process uses the device. Raises a `ModelError` if the model can't be run.
+    Without `get_tokenizer` a tokenizer is loaded for the first request with a grammar. With
+    `has_own_process` nothing else in the process uses the device. Raise a `ModelError` if the model
+    can't be run.
     """
     hf_config, trust_remote_code = checkpoint.hf_config, loading.trust_remote_code
     directory = str(checkpoint.directory)
@@ -188,7 +184,7 @@ def build_core(
 def _needs_trial(hf_config: PretrainedConfig) -> bool:
     """Return whether a model has to be compared with its own code before it is used.
 
-    A recogniser is run by its own code alone, so that there is nothing to compare.
+    A CTC/transducer model is run by its own code alone, so that there is nothing to compare.
     """
     return hf_config.model_type not in KNOWN_MODELS and not is_ctc_transducer(hf_config)
 
@@ -203,10 +199,7 @@ def _plan_memory(
     *,
     captures_encoders: bool,
 ) -> tuple[MemoryPlan, int]:
-    """Return the planned memory of an engine, and the bytes that it may use besides the weights.
-
-    Raises a `ModelError` if the device has too little free memory.
-    """
+    """Plan an engine's memory, and also return the bytes that it may use besides the weights."""
     weights = find_weights(loading.model, checkpoint.directory, use_tqdm=loading.use_tqdm_on_load)
     memory = plan_memory(
         checkpoint.hf_config,
@@ -226,7 +219,7 @@ def _plan_memory(
 def resolve_string_limit(options: EngineOptions, checkpoint: Checkpoint) -> int | None:
     """Return the most characters for strings for which a JSON schema sets no limit.
 
-    This is the value of the option `structured_string_limit`, or else of the model's
+    This is the option `structured_string_limit`, or else the value in the model's
     generation_config.json. `None` means that there is no limit.
     """
     asked = options.structured_string_limit
@@ -333,7 +326,6 @@ def _limit_model(
 
 
 def _describe_fusion(hf_model: HfModel, options: EngineOptions) -> str:
-    """Return a text that lists the fused kernels of the model, or the reason why none are used."""
     if not options.fusion:
         return "nothing: fusion is turned off"
     if hf_model.device.type != "cuda":
@@ -372,10 +364,10 @@ def _build_graphs(
 def try_core(
     built: Core, frontend: Frontend, limit_mm_per_prompt: Mapping[str, int]
 ) -> Restrictions:
-    """Compare a core with the model's own code, and return the modalities that differ.
+    """Compare a core with the model's own code, and return (and log) the modalities that differ.
 
-    They are logged. Raises a `ModelError` if even text differs; the frontend's media processes and
-    threads are closed then. Caches and counters stay as they were before.
+    Raise a `ModelError` if even text differs; the frontend's media processes and threads are closed
+    then. Caches and counters do not change.
     """
     report_step("comparing the engine with the model, which is of an unknown family")
     pipeline = frontend.media_parts.readonly.for_warmup()

@@ -29,9 +29,8 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
     """Return a text of several lines that describes how the engine would run a model.
 
     A small dummy item of each modality is passed through the model's processor, as at the start of
-    a server. With `is_tried` the weights are loaded too, and a model of an unknown family is
-    compared with its own Transformers code. Raises a `ModelError` with the reason if the model
-    can't be run.
+    a server. With `is_tried` the weights are also loaded, and a model of an unknown family is
+    compared with its own Transformers code. Raise a `ModelError` if the model can't be run.
     """
     checkpoint = read_checkpoint(loading)
     config, directory = checkpoint.hf_config, str(checkpoint.directory)
@@ -54,7 +53,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
     named = "not named in its config" if context is None else f"{context} tokens"
     unknown = "passed its trial" if is_tried else "a trial at start decides (see --try)"
     if is_ctc_transducer(config):
-        named = "none: it takes nothing but sounds"
+        named = "none: it takes nothing but audio"
         unknown = "run by its own code, without a trial"
     lines = {
         "architecture": model_class.__name__,
@@ -63,7 +62,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
         "switched off": "; ".join(f"{m}: {why}" for m, why in switched_off.items()) or "-",
         "one a prompt": "; ".join(f"{m}: {why}" for m, why in restrictions.only_one.items()) or "-",
         "markers": ", ".join(processor.markers.values()) or "-",
-        "sounds": f"{processor.sampling_rate} samples a second"
+        "audio": f"{processor.sampling_rate} samples a second"
         if "audio" in processor.modalities
         else "-",
         "context": named,
@@ -74,10 +73,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
 
 
 def _find_switched_off(frontend: Frontend) -> dict[str, str]:
-    """Warm up a frontend with dummy media, close it, and return the modalities that failed.
-
-    Each of these modalities is mapped to the reason. A server would refuse them.
-    """
+    """Warm up and close a frontend, and return the modalities that failed, each with the reason."""
     media_parts = frontend.media_parts
     inputs = InputProcessor(
         frontend.processor,

@@ -26,31 +26,28 @@ logger = logging.getLogger(__name__)
 _ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
 _FRAME_CACHE_SIZE = 2**20  # 5 hours for wav2vec2, a day for Parakeet, in 16 MiB
 # Device type -> share of the memory that is free after the weights are loaded. On a CPU other
-# programs need memory too; on CUDA `gpu_memory_utilization` has already left them theirs.
+# programs also need memory; on CUDA `gpu_memory_utilization` has already left them theirs.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
-# Device type -> the most tokens in a step. On a CPU a step of 2048 takes seconds, in which nobody
-# else has a token, and no less time for each of its tokens than one of 512.
+# Device type -> the most tokens in a step. On a CPU a step of 2048 takes seconds, in which no other
+# request gets a token, and no less time for each of its tokens than one of 512.
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Device type -> the most media embeddings in a step. One item of many models has more than 512.
 _MAX_NUM_ENCODER_EMBEDS = {"cpu": 2048, "cuda": 8192}
 # Device type -> the length from which on a prompt lets others go first, if a step has as much.
 _LONG_PREFILL = {"cpu": 512, "cuda": 2048}
 # Device types on which such prompts pause while others run: for one step after each 8 of their
-# tokens. So many take a CPU a quarter of a step in which everybody has one token, or a whole one
+# tokens. So many take a CPU a quarter of a step in which each request has one token, or a whole one
 # behind thousands of tokens. A GPU computes both in one.
 _PAUSING_DEVICES = {"cpu"}
 _TOKENS_PER_PAUSED_STEP = 8
-# Device types whose steps are computed while the host goes on. A CPU computes a step at once, and
+# Device types that compute a step while the host continues. A CPU computes a step at once, and
 # would only give its results later if the next one was launched first.
 OVERLAP_DEVICES = {"cuda"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All settings of an engine after defaults were filled in; they never change afterwards.
-
-    They include the limits of a step, the sizes of the KV cache and the planned memory.
-    """
+    """All settings of an engine after defaults were filled in; they never change afterwards."""
 
     limits: Limits
     groups: tuple[KVCacheGroup, ...]
@@ -83,8 +80,7 @@ def resolve_limits(
 ) -> Limits:
     """Return the limits of the context and of a step, with defaults for unset options.
 
-    They are computed before the model is loaded. If the user did not set `max_model_len`, it may be
-    reduced afterwards to what the loaded model and the KV cache allow.
+    If the user did not set `max_model_len`, the loaded model and the KV cache may reduce it later.
     """
     is_cuda = device.type == "cuda"
     max_num_batched_tokens = options.max_num_batched_tokens or _MAX_NUM_BATCHED_TOKENS[device.type]
@@ -109,9 +105,9 @@ def resolve_limits(
 
 
 def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) -> int:
-    """Return the context length in tokens: the user's `max_model_len`, or else the model's.
+    """Return the user's `max_model_len`, or else the model's context length in tokens.
 
-    Raises a `ModelError` if neither is known, or if the user's value exceeds the model's.
+    Raise a `ModelError` if neither is known, or if the user's value exceeds the model's.
     """
     context = CONTEXT if is_ctc_transducer(text_config) else None
     for key in ("max_target_positions", "max_position_embeddings"):
@@ -124,10 +120,9 @@ def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) ->
 
 
 def limit_context(options: EngineOptions, limits: Limits, limit: ContextLimit | None) -> Limits:
-    """Reduce `max_model_len` to the number of tokens that the loaded model can compute correctly.
+    """Reduce `max_model_len` to the number of tokens that the loaded model computes correctly.
 
-    Without a `limit`, or if the context is shorter, the limits are returned unchanged. Raises a
-    `ModelError` if the user explicitly asked for a longer context.
+    Raise a `ModelError` if the user explicitly asked for a longer context.
     """
     if limit is None or limits.max_model_len < limit.num_tokens:
         return limits
@@ -154,9 +149,8 @@ def resolve_config(
 ) -> EngineConfig:
     """Return the final settings of an engine, with the sizes of its KV cache.
 
-    `memory` was planned before the model was loaded, and `free_bytes` is how much the engine may
-    use now. `element_size` is the number of bytes of one key or value element. Raises a
-    `ModelError` if the KV cache or the context that the user asked for does not fit.
+    `element_size` is the number of bytes of one key or value element. Raise a `ModelError` if the
+    KV cache or the context that the user asked for does not fit.
     """
     block_bytes = [
         group.num_bytes_per_block(block_size=options.block_size, element_size=element_size)
@@ -172,8 +166,8 @@ def resolve_config(
     elif memory_bytes > room:
         raise ModelError(
             f"kv_cache_memory_bytes={memory_bytes} ({format_bytes(memory_bytes)}) is more than the "
-            f"{format_bytes(room)} free on {device} beside the {format_bytes(memory.reserve_bytes)}"
-            " that encoders and steps need: give a smaller value"
+            f"{format_bytes(room)} free on {device}, besides "
+            f"{format_bytes(memory.reserve_bytes)} for encoders and steps: give a smaller value"
         )
     groups = _plan_groups(
         layer_groups, limits, max_cross_positions, memory_bytes, options.block_size, element_size
@@ -225,8 +219,8 @@ def _plan_groups(
 def _fit_context(options: EngineOptions, limits: Limits, groups: tuple[KVCacheGroup, ...]) -> int:
     """Return `max_model_len`, reduced if the KV cache can't hold one request of that length.
 
-    Groups of layers with sliding-window attention are not considered, because they keep only the
-    latest tokens. Raises a `ModelError` if the user explicitly asked for a longer context.
+    Layers with sliding-window attention don't count, because they keep only the latest tokens.
+    Raise a `ModelError` if the user explicitly asked for a longer context.
     """
     capacity = min(
         ((group.num_blocks - 1) * options.block_size for group in groups if group.window is None),

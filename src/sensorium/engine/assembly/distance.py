@@ -1,6 +1,6 @@
 """Judges the answers of a trial: how far they are from those of the model on its own.
 
-The model is computed twice without the engine, so that it is known what rounding alone changes.
+The model is computed twice without the engine, to measure what rounding alone changes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _OVERALL_FACTOR = 2.5
 # A distance of rounding that is smaller counts as this much, because both attentions may happen to
 # round in the same way.
 _LEAST_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-4, torch.bfloat16: 2e-3}
-# A model whose two attentions differ by more than this is not compared. Models that are right reach
-# at most 4e-6, 0.0073 and 0.064 (ADR 46). What is larger in float32 can't be rounding: the two see
-# other tokens, and it is not known which of them the model was trained with. Such models, of random
-# weights, begin at 0.24.
+# A model is not compared if its two attentions differ by more than this. Models that are right
+# reach at most 4e-6, 0.0073 and 0.064 (ADR 46). What is larger in float32 can't be rounding: the
+# two see other tokens, and it is not known which of them the model was trained with. Such models,
+# of random weights, begin at 0.24.
 _MOST_ROUNDING = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 0.2}
 
 
@@ -51,11 +51,11 @@ class TrialAnswer:
 
 
 def collect_logprobs(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
-    """Return the engine's log-probabilities as one list, and the token ids that they belong to.
+    """Return the engine's log-probabilities as one list, and their token ids by text position.
 
-    `answers` are several answers to the same prompt. The token ids are grouped by position in the
-    text. Because of rounding, a later answer may choose another token than the first answer. Its
-    log-probabilities after that token are left out, because they belong to another text.
+    All answers are to the same prompt. Because of rounding, a later one may choose another token
+    than the first. Its log-probabilities after that token are left out: they belong to another
+    text.
     """
     first = answers[0]
     scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
@@ -70,10 +70,7 @@ def collect_logprobs(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """A measure of how much two lists of log-probabilities differ, as root mean squares.
-
-    `overall` is computed over all values, and `worst` over the text position that differs most.
-    """
+    """The difference of two lists of log-probabilities, as root mean squares."""
 
     overall: float  # over all values
     worst: float  # over the tokens of the position with the largest distance
@@ -82,8 +79,8 @@ class Distance:
     def measure(some: Sequence[float], others: Sequence[float], lengths: Sequence[int]) -> Distance:
         """Return how much two lists of log-probabilities of the same tokens differ.
 
-        Both lists contain the values of one text position after another. `lengths` has the number
-        of values at each position. If a value is NaN, `worst` is NaN.
+        Both have the values of one text position after another, and `lengths` the number of values
+        at each. If a value is NaN, `worst` is NaN.
         """
         squares = (torch.tensor(some) - torch.tensor(others)).square()
         positions = [float(part.mean().sqrt()) for part in torch.split(squares, list(lengths))]
@@ -93,11 +90,7 @@ class Distance:
 
 
 def find_fault(ours: Distance, rounding: Distance, dtype: torch.dtype) -> str | None:
-    """Return why the engine's results are too far from the model's, or `None` if they are not.
-
-    `ours` is the difference between the engine and the model. `rounding` is the difference that
-    rounding in `dtype` alone makes, which is the yardstick.
-    """
+    """Return why the engine differs from the model by more than `rounding` explains, or `None`."""
     if not rounding.overall <= _MOST_ROUNDING[dtype]:
         return _explain_yardstick(rounding, dtype)
     least = _LEAST_ROUNDING[dtype]

@@ -1,4 +1,4 @@
-"""Builds an encoder that runs apart from engines: the towers of a model, and what feeds them."""
+"""Builds a remote encoder: the towers of a model, and what feeds them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CLOSE_S = 5.0  # for the towers to end what they are working on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """The parts of an encoder that runs apart from engines."""
+    """A remote encoder with all of its parts."""
 
     service: EncodingService
     towers: TowerThread
@@ -41,10 +41,7 @@ class Encoder:
     identity: Identity
 
     def close(self) -> bool:
-        """End the thread of the towers, and the processes and threads that process media.
-
-        Return False if the towers do not end, because their device hangs or an item takes long.
-        """
+        """End all threads and processes; return False if the towers do not end in time."""
         has_ended = self.towers.close(_CLOSE_S)
         self.frontend.media_parts.close()
         return has_ended
@@ -55,8 +52,8 @@ def build_encoder(
 ) -> Encoder:
     """Load the encoders of a model without its decoder, and build what gives them media.
 
-    An item of each modality is encoded as a trial. Raises a `ModelError` if the model has no
-    encoders, or if they can't be run apart from the decoder.
+    An item of each modality is encoded as a trial. Raise a `ModelError` if the model has no
+    encoders, or if they can't be run without the decoder.
     """
     checkpoint = read_checkpoint(loading)
     directory, hf_config = checkpoint.directory, checkpoint.hf_config
@@ -134,4 +131,4 @@ def _try_towers(towers: TowerThread, frontend: Frontend, media: MediaOptions) ->
         except (RequestError, CapacityError, TimeoutError) as error:
             if exceeds_limits(modality, limits):
                 continue
-            raise ModelError(f"{modality} can't be encoded apart: {error}") from error
+            raise ModelError(f"{modality} can't be encoded remotely: {error}") from error

@@ -61,32 +61,24 @@ _HANDLER = "sensorium.multimodal.processing.item_backend:make_handler"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A model's checkpoint directory on this machine, and the config that was read from it.
+    """A model's checkpoint directory on this machine, and the config that was read from it."""
 
-    Only the core reads the weights, so these may not have been downloaded yet.
-    """
-
-    directory: Path
+    directory: Path  # maybe without the weights, which only the core reads and downloads
     hf_config: PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caches:
-    """The caches of processed media that one frontend uses.
+    """The caches of processed media that one frontend uses."""
 
-    `sender` is for requests that go to the core, and `readonly` for requests that are only
-    rendered. `store` is the shared memory that holds the media; `None` means that each process
-    keeps its own.
-    """
-
-    sender: SenderCache
+    sender: SenderCache  # for requests that go to the core
     readonly: ProcessorCache  # for requests that this engine does not run
-    store: ShmStore | None = None
+    store: ShmStore | None = None  # None: each process keeps media in its own memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEncoder:
-    """An encoder that runs apart from the engine, and the backend that gives items to it."""
+    """A connection to a remote encoder, with the backend that gives items to it."""
 
     service: EncoderService
     backend: RemoteEncoderBackend
@@ -94,27 +86,18 @@ class RemoteEncoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaParts:
-    """The parts of a frontend that fetch, decode and process media, with their caches.
-
-    `pipeline` serves requests that go to the core, and `readonly` those that this engine only
-    renders. `pool` has the processes that do the work; `None` means that it is done in this
-    process.
-    """
+    """The parts of a frontend that fetch, decode and process media, with their caches."""
 
     caches: Caches
-    pipeline: MediaPipeline
-    readonly: MediaPipeline
+    pipeline: MediaPipeline  # for requests that go to the core
+    readonly: MediaPipeline  # for requests that this engine only renders
     loader: MediaLoader
-    pool: ProcessPool | None
+    pool: ProcessPool | None  # None: this process decodes and processes media itself
     tiers: MediaTiers | None = None  # None: nothing outlives the engine
     apart: RemoteEncoder | None = None  # None: the engine encodes everything itself
 
     def close(self) -> None:
-        """End the media pool's processes and the threads that fetch media.
-
-        The shared memory of the cache is closed too, if there is one, and so are the connections
-        to an encoder apart, and the tiers, when they have written what waits.
-        """
+        """Close all parts and the shared memory; the tiers first write what waits."""
         self.loader.close()
         if self.apart is not None:
             self.apart.backend.close()  # first, so that what the service loses is not begun here
@@ -129,10 +112,7 @@ class MediaParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontend:
-    """The part of an engine that turns prompts with media into requests for the core.
-
-    It consists of the model's processor and of the parts that fetch and cache media.
-    """
+    """The part of an engine that turns prompts with media into requests for the core."""
 
     processor: MultiModalProcessor
     media_parts: MediaParts
@@ -141,7 +121,7 @@ class Frontend:
 
 
 def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
-    """Find a model's checkpoint and read its config, but not its weights.
+    """Find a model's checkpoint, and read its config, but not its weights.
 
     If the checkpoint is not on this machine, its small files are downloaded from the hub.
     """
@@ -157,10 +137,7 @@ def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
 
 
 def build_store(options: MediaOptions) -> ShmStore | None:
-    """Create the shared memory in which processed media is kept for all processes.
-
-    Returns `None` if the options let each process keep its own media, or let none be kept.
-    """
+    """Create the shared memory for processed media, or return `None` if the options need none."""
     if not options.has_shared_memory:
         return None
     return ShmStore.create(
@@ -169,11 +146,7 @@ def build_store(options: MediaOptions) -> ShmStore | None:
 
 
 def build_receiver(store: ShmStore | None) -> ReceiverCache:
-    """Return the core's side of the media cache: in shared memory if `store` is given.
-
-    Without a store, the core keeps the tensors in its own memory, and the frontend decides which
-    ones.
-    """
+    """Return the core's side of the media cache: the `store`, or else a mirrored cache."""
     return MirrorReceiver() if store is None else ShmReceiver(store)
 
 
@@ -182,8 +155,7 @@ def build_caches(
 ) -> Caches:
     """Return the media caches of a frontend that sends requests to a core.
 
-    `receiver` is the core's side of the cache if the core runs in this process, otherwise `None`.
-    With a `store`, the items are kept in that shared memory.
+    `receiver` is the core's side of the cache, or `None` if the core runs in another process.
     """
     capacity = options.capacity_bytes
     if store is None:
@@ -207,9 +179,9 @@ def build_frontend(
     tiers: MediaTiers | None = None,  # where items are kept that outlive the engine
     starts_early: bool = False,  # process cheap media items here until the pool is ready
     warm_modalities: Collection[str] = (),  # for which the pool's processes are warmed up
-    make_encoder: MakeEncoder | None = None,  # connects to an encoder apart; None: as options say
+    make_encoder: MakeEncoder | None = None,  # connects to a remote encoder; None: as options say
 ) -> Frontend:
-    """Build the part of an engine that turns prompts with media into requests for the core."""
+    """Build the processor of a model, and all parts that fetch and process media for it."""
     report_step("loading the processor")
     limits, store, hf_config = options.get_limits(), caches.store, checkpoint.hf_config
     processor = MultiModalProcessor(
@@ -241,7 +213,7 @@ def build_frontend(
             backend=take_embeds(backend if apart is None else apart.backend),
             own_backend=take_embeds(backend),
             # An item may wait for so long before it is sent, and then for its answer.
-            apart_timeout_s=0.0 if apart is None else 2 * options.encoder_timeout,
+            remote_timeout_s=0.0 if apart is None else 2 * options.encoder_timeout,
             takes_encoded=takes_encoded(hf_config),
         ),
         readonly=make_pipeline(
@@ -283,10 +255,10 @@ def _connect_encoder(
     local: ItemBackend,
     make_encoder: MakeEncoder | None,
 ) -> RemoteEncoder | None:
-    """Return the encoder apart that the options or the caller name, or None if none is named.
+    """Return the remote encoder that the options or the caller name, or None if none is named.
 
-    Raises a `ModelError` if the model's encoder can't run apart, or if the one that listens there
-    encodes otherwise.
+    Raise a `ModelError` if the model can't have one, or if the one that listens there encodes in
+    another way.
     """
     if make_encoder is None:
         if options.encoder is None:
@@ -315,13 +287,13 @@ def _connect_socket(
 
 
 def check_remote_encoder(hf_config: PretrainedConfig, processor: MultiModalProcessor) -> None:
-    """Raise a `ModelError` if a model has no encoder that can run apart from its decoder."""
+    """Raise a `ModelError` if a model has no encoder that can run without its decoder."""
     if not processor.modalities:
         raise ModelError("this model takes no media, so that there is nothing to encode")
-    if processor.beside is not None or not takes_encoded(hf_config):
+    if processor.outside_audio is not None or not takes_encoded(hf_config):
         raise ModelError(
-            "the encoder of this model can't be run apart: it only writes down speech, and encodes "
-            "parts of a sound while it does"
+            "the encoder of this model can't be remote: it only transcribes speech, and encodes "
+            "parts of the audio while it does"
         )
 
 

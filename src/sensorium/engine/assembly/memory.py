@@ -1,9 +1,9 @@
 """Computes how much memory an engine needs, before anything is loaded.
 
-The size of the weights is read from the headers of their files. The size of keys and values is
-computed from the config before the model is loaded, and from its layers afterwards. The memory for
-the other tensors of a step is estimated from the widths in the config. Only the tensors of one
-layer are counted, because none are kept for a backward pass.
+The size of the weights is read from the headers of their files. That of keys and values is computed
+from the config before the model is loaded, and from its layers afterwards. The other tensors of a
+step are estimated from the widths in the config. Only those of one layer are counted, because none
+are kept for a backward pass.
 """
 
 from __future__ import annotations
@@ -62,7 +62,6 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Return how many bytes the engine needs in all."""
         return self.weights_bytes + self.kv_cache_bytes + self.reserve_bytes
 
     def __str__(self) -> str:
@@ -88,8 +87,7 @@ def format_bytes(num_bytes: int) -> str:
 def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     """Return how many bytes of the device's memory the engine may still use.
 
-    On CUDA, the share `1 - gpu_memory_utilization` of the whole device is left to others. On a CPU
-    this is the free system memory.
+    On CUDA, the share `1 - gpu_memory_utilization` of the whole device is for others.
     """
     if device.type != "cuda":
         return get_free_system_bytes()
@@ -110,8 +108,8 @@ def plan_memory(
     """Return the least memory that an engine needs, computed before the model is loaded.
 
     `element_size` is the number of bytes of one element of the model's dtype. The KV cache has the
-    size that the user asked for. By default it holds the context that the user asked for, or else
-    one full step. With `captures_encoders` there is memory for CUDA graphs of encoders too.
+    size that the user asked for, or else holds the context that the user asked for, or else one
+    full step. With `captures_encoders` there is also memory for CUDA graphs of encoders.
     """
     if is_ctc_transducer(config):
         return _plan_ctc_transducer(config, limits, weights_bytes, element_size)
@@ -153,7 +151,7 @@ def plan_memory(
 def _plan_ctc_transducer(
     config: PretrainedConfig, limits: Limits, weights_bytes: int, element_size: int
 ) -> MemoryPlan:
-    """Return the memory of a model that only encodes sounds, and keeps small tables of them.
+    """Return the memory of a model that only encodes audio, and keeps small tables of it.
 
     The first layers of its encoder have many more frames than the others, and take the most memory.
     Logits exist once in the model's dtype and twice in float32.
@@ -189,8 +187,8 @@ def _count_first_elements(encoder: PretrainedConfig) -> int:
 def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: int) -> int:
     """Return an estimate of the memory that CUDA graphs take, in bytes.
 
-    All graphs share the memory of the largest one. Tensors that one graph writes and the next one
-    reads are counted separately, because their memory is not shared.
+    All graphs share the memory of the largest one, except for tensors that one graph writes and the
+    next one reads.
     """
     num_elements = _get_num_layer_elements(text_config, keeps_layers=False)
     num_crossing = _get_num_crossing_elements(text_config)
@@ -208,9 +206,8 @@ def _plan_graphs(text_config: PretrainedConfig, limits: Limits, element_size: in
 def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
     """Return how many tensor elements per token are passed from one CUDA graph to the next.
 
-    They are kept in fixed memory: the token's embedding, its hidden state, the inputs of single
-    layers, and the query, key, value and output of attention, once for each attention shape of the
-    model.
+    They are the token's embedding and hidden state, the inputs of single layers, and the query,
+    key, value and output of attention, once for each attention shape.
     """
     layers = _get_layers(text_config)
     num_inputs = len(layers) * _get_number(text_config, ("hidden_size_per_layer_input",), 0)
@@ -220,10 +217,7 @@ def _get_num_crossing_elements(text_config: PretrainedConfig) -> int:
 
 
 def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> None:
-    """Raise a `ModelError` that lists the plan's parts if the plan exceeds the free memory.
-
-    The error also names the options that would help.
-    """
+    """Raise a `ModelError` with the plan's parts and advice if the plan exceeds the free memory."""
     if plan.total_bytes <= free_bytes:
         return
     advice = "a smaller max_model_len, max_num_batched_tokens or kv_cache_memory_bytes"
@@ -238,11 +232,10 @@ def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> 
 
 
 def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
-    """Return how many bytes the keys and values of one token take in all layers.
+    """Return how many bytes the keys and values of one token take in all layers, at most.
 
-    The result is an upper bound: layers with sliding-window attention and layers that share keys
-    and values need less. It is 0 for a config without attention heads, because then the size is
-    only known after the model is loaded.
+    Layers with sliding windows and layers that share keys and values need less. It is 0 for a
+    config without attention heads: then only the loaded model has the size.
     """
     return sum(_get_attention_sizes(layer)[1] for layer in _get_layers(text_config)) * element_size
 
@@ -257,10 +250,7 @@ def _get_attention_sizes(layer: PretrainedConfig) -> tuple[int, int]:
 
 
 def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
-    """Yield the configs of a model's encoders, and of any other part that is not the decoder.
-
-    Nested parts are searched too.
-    """
+    """Yield the configs of a model's encoders and of its other parts, except for the decoder."""
     text_config = config.get_text_config(decoder=True)
     for name in config.sub_configs:
         part = getattr(config, name, None)
@@ -273,10 +263,7 @@ def _get_encoders(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
 
 
 def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConfig) -> int:
-    """Return how many encoder patches are merged into one embedding.
-
-    Returns 1 if the config does not contain enough to compute the number.
-    """
+    """Return how many encoder patches are merged into one embedding, or 1 if that is unknown."""
     if merge_size := getattr(encoder, "spatial_merge_size", None):
         return int(merge_size) ** 2
     if ratio := getattr(config, "downsample_ratio", None):
@@ -290,10 +277,9 @@ def _get_num_patches_per_embed(config: PretrainedConfig, encoder: PretrainedConf
 
 
 def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> int:
-    """Return how many tensor elements exist at the same time for each token or patch.
+    """Return how many tensor elements of the widest layer exist at once, per token or patch.
 
-    These are the elements inside the widest layer. With `keeps_layers` the outputs of all layers
-    are added, because the model keeps them and uses some of them.
+    With `keeps_layers` the outputs of all layers are added, because the model uses some of them.
     """
     widest = sum_of_widths = 0
     for layer in _get_layers(config):
@@ -305,19 +291,13 @@ def _get_num_layer_elements(config: PretrainedConfig, *, keeps_layers: bool) -> 
 
 
 def _get_layers(config: PretrainedConfig) -> tuple[PretrainedConfig, ...]:
-    """Return one config for each layer of a decoder or an encoder.
-
-    Usually this is the same config many times. In a heterogeneous model each layer has its own.
-    """
+    """Return one config per layer; they differ only in a heterogeneous model."""
     if config.is_heterogeneous:
         return tuple(config.per_layer_config)
     return (config,) * _get_number(config, _DEPTH_NAMES, 1)
 
 
 def _get_number(config: PretrainedConfig, names: tuple[str, ...], default: int) -> int:
-    """Return the first attribute among `names` that is an integer, or `default` if none is.
-
-    Model families use different names for the same value, such as "hidden_size" and "d_model".
-    """
+    """Return the first attribute among `names` that is an integer, or `default` if none is."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int)), default)

@@ -43,7 +43,7 @@ media_option = partial(option, commands=MEDIA_COMMANDS)  # those that process me
 class LoadingOptions:
     """The options for where a model comes from and how it is loaded.
 
-    A torch dtype, a torch device and a path may be given too; they are converted to text.
+    A torch dtype, a torch device and a path may also be given; they are converted to text.
     """
 
     model: str = EMBEDDED_MODEL
@@ -86,10 +86,7 @@ class LoadingOptions:
 
 
 def _most(help_text: str, *, default_text: str, kind: Kind = "integer") -> Any:
-    """Return a field for an option of `sensorium serve` that is an upper limit, an integer >= 1.
-
-    Its value is `None` unless the user sets it. `default_text` describes the default in words.
-    """
+    """Return a field for an upper limit: an integer >= 1, or `None` if the user sets none."""
     return serve_option(
         None, kind=kind, least=1, metavar="N", default_text=default_text, help=help_text
     )
@@ -217,7 +214,7 @@ class EngineOptions:
         default_text="what the model's generation_config.json has, which is no limit for most "
         "models",
         help="Bound answers that follow a JSON schema: strings that the schema leaves free have at "
-        "most N characters, and numbers and lists are bounded too. 0 means no limit.",
+        "most N characters, and numbers and lists are also bounded. 0 means no limit.",
     )
     seed: int = server_option(
         0, metavar="N", help="The seed from which requests without a seed of their own get theirs."
@@ -267,7 +264,7 @@ class MediaOptions:
         "lru",
         server_default="lru, or shm with several frontends",
         choices=("lru", "shm"),
-        help="Where processed media is kept: as tensors beside the engine (lru), or in shared "
+        help="Where processed media is kept: as tensors next to the engine (lru), or in shared "
         "memory (shm).",
     )
     mm_shm_cache_max_object_size_mb: int = engine_option(
@@ -282,8 +279,8 @@ class MediaOptions:
         kind="text",
         metavar="DIR",
         default_text="none",
-        help="A directory in which processed media and encoder outputs are kept too, so that a "
-        "server that starts again need not decode or encode what it knows. Several servers on one "
+        help="A directory in which processed media and encoder outputs are also kept, so that a "
+        "server that starts again need not decode or encode them again. Several servers on one "
         "machine may share it.",
     )
     mm_disk_cache_gb: float = media_option(
@@ -300,7 +297,7 @@ class MediaOptions:
         metavar="URL",
         default_text="none",
         is_secret=True,
-        help="A Redis in which processed media and encoder outputs are kept too, so that servers "
+        help="A Redis in which processed media and encoder outputs are also kept, so that servers "
         "on several machines share them: redis://HOST:PORT/DB, rediss:// for TLS, or unix:///PATH. "
         "It needs the package redis.",
     )
@@ -369,7 +366,7 @@ class MediaOptions:
     )
     encoder: str | None = engine_option(
         None,
-        section="encoder apart",
+        section="remote encoder",
         kind="text",
         metavar="unix:PATH",
         default_text="none, so that the engine encodes everything itself",
@@ -424,17 +421,14 @@ class MediaOptions:
 
     @property
     def capacity_bytes(self) -> int:
-        """Return how many bytes the cache of processed media may take."""
         return int(self.mm_processor_cache_gb * 2**30)
 
     @property
     def has_shared_memory(self) -> bool:
-        """Return whether processed media is kept in shared memory instead of each process's own."""
         return self.mm_processor_cache_type == "shm" and self.capacity_bytes > 0
 
     @property
     def max_object_bytes(self) -> int:
-        """Return the size in bytes of the largest media item that is kept in shared memory."""
         return self.mm_shm_cache_max_object_size_mb * 2**20
 
     def get_limits(self) -> MediaLimits:
@@ -449,7 +443,7 @@ class MediaOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeOptions:
-    """The options of an encoder that runs apart from engines, besides those that it shares."""
+    """The options of a remote encoder, in addition to those that it shares with engines."""
 
     socket: str = option(
         "",

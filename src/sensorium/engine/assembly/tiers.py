@@ -39,10 +39,10 @@ def build_tiers(
 ) -> MediaTiers | None:
     """Open the stores that the options name, or return None if they name none.
 
-    Encoder outputs are shared by engines with the same weights in the same type, and the same
-    versions of libraries. Processed items are shared by those that process and limit them alike.
-    Call this before the weights are loaded, because their files may be replaced later. Raises a
-    `ModelError` if a store can't be used.
+    Engines share encoder outputs if they have the same weights in the same dtype and the same
+    versions of libraries, and processed items if they process and limit them alike. Call this
+    before the weights are loaded, because their files may be replaced later. Raise a `ModelError`
+    if a store can't be used.
     """
     stores: list[Store] = []
     if options.mm_disk_cache is not None:
@@ -87,10 +87,7 @@ def _open_remote(url: str, options: MediaOptions) -> Store:
 
 
 def _list_limits(options: MediaOptions) -> list[str]:
-    """Return all options of media that decide what is made of an item, and what is refused.
-
-    How an item is fetched, and how long that and its processing may take, changes nothing in it.
-    """
+    """Return all options of media that decide what is made of an item, and what is refused."""
     limits = options.media_limits
     decisive = {
         each.name: getattr(limits, each.name) for each in fields(limits) if each.name not in _FREE
@@ -116,7 +113,7 @@ def _get_version(package: str) -> str:
 def get_encoder_width(hf_config: PretrainedConfig) -> int | None:
     """Return how many numbers an embedding of a model's encoders has, or None if that is unknown.
 
-    Embeddings take the places of those of tokens. With DeepStack they have more for some layers.
+    It is the width of a token's embedding, and once more for each layer that DeepStack adds.
     """
     text_config = hf_config.get_text_config(decoder=True)
     widths = (getattr(text_config, name, None) for name in ("hidden_size", "d_model"))
@@ -132,7 +129,8 @@ def get_encoder_width(hf_config: PretrainedConfig) -> int | None:
 def takes_encoded(hf_config: PretrainedConfig) -> bool:
     """Return whether encoder outputs of a model can be kept and used again.
 
-    A recogniser makes its answer of a sound at once, and a streaming model has no whole sound.
+    A CTC/transducer model makes text of its audio at once, and a streaming model has no whole
+    audio.
     """
     hf_model = KNOWN_MODELS.get(hf_config.model_type)
     is_streaming = hf_model is not None and issubclass(hf_model, StreamingModel)

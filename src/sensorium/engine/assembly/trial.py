@@ -1,6 +1,6 @@
 """Compares the engine with the model itself, before a model of an unknown family is served.
 
-The generic adapter looks for certain needs of a model, and can't find others: a mask that is
+The generic `HfModel` looks for certain needs of a model, and can't find others: a mask that is
 neither causal nor a window, or a further input that the decoder gets with a picture. Such a model
 would run and give wrong tokens. Families with code of their own need no trial: tests compare them.
 
@@ -10,12 +10,12 @@ several tokens. Then they run again, with the encoder cache and with the prefix 
 log-probability of prompts and answers is compared. If that fails, both prompts get one item each;
 if they agree with the model, the modality is limited to one item a prompt.
 
-Numbers that are rounded in another order differ slightly. How much depends on the model and its
-dtype, so it is measured: the model runs without the engine, once with its own attention and once
-with other rounding. The engine may differ from the model by a small multiple of that distance.
+Rounding in another order changes numbers slightly. How much depends on the model and its dtype, so
+it is measured: the model runs without the engine, once with its own attention and once with other
+rounding. The engine may differ from the model by a small multiple of that distance.
 
-A trial has a scheduler of its own. The engine's scheduler never gets the requests of a trial, so
-its counters and caches do not change. At the end the worker drops everything that it keeps of them.
+A trial has a scheduler of its own, so that the engine's counters and caches do not change. At the
+end the worker drops everything that it keeps of the trial.
 """
 
 from __future__ import annotations
@@ -70,10 +70,7 @@ _PARAMS = SamplingParams(
 
 
 class TrialRun:
-    """A scheduler for a trial, which runs requests on the engine's worker.
-
-    The engine's own scheduler is not used, so its caches and counters do not change.
-    """
+    """A scheduler for a trial, which runs requests on the engine's worker."""
 
     def __init__(self, core: EngineCore, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -90,10 +87,7 @@ class TrialRun:
         return list(answers.values())
 
     def forget_prefixes(self) -> None:
-        """Empty the prefix cache, so that the next prompts are computed in full.
-
-        The encoder cache is kept.
-        """
+        """Empty the prefix cache, but not the encoder cache."""
         self._scheduler.kv_cache.clear_cache()
 
     def close(self) -> None:
@@ -112,10 +106,7 @@ class _Case:
     whole: Mapping[str, torch.Tensor]  # the inputs that the model's processor makes of the prompt
 
     def make_again(self) -> tuple[EngineCoreRequest, Transfer]:
-        """Return the request without prompt log-probabilities, and its media.
-
-        Only such a request may take its prompt from the prefix cache.
-        """
+        """Return a request that may use the prefix cache: without prompt log-probabilities."""
         params = replace(self.request.sampling_params, prompt_logprobs=None)
         return replace(self.request, sampling_params=params), self.transfer
 
@@ -123,8 +114,8 @@ class _Case:
 class Trial:
     """A comparison of the engine with the model's own Transformers code.
 
-    `pipeline` must process media without sending it to a core, so that the items come with their
-    tensors. No prompt has more items of a modality than `limit_mm_per_prompt` allows.
+    `pipeline` must not send media to a core, so that the items come with their tensors. No prompt
+    has more items of a modality than `limit_mm_per_prompt` allows.
     """
 
     def __init__(
@@ -156,10 +147,7 @@ class Trial:
         self._whole = WholeModel(hf_model)
 
     def run(self) -> Restrictions:
-        """Compare text and then each modality, and return what can't be done with modalities.
-
-        Raises a `ModelError` if even text can't be used.
-        """
+        """Compare text and then each modality; raise a `ModelError` if even text can't be used."""
         fault = self._try(None)
         model_class = type(self._hf_model.model)
         if fault is not None:
@@ -177,10 +165,7 @@ class Trial:
         return Restrictions(switched_off=allowed, only_one=only_one)
 
     def _try_modality(self, modality: str, most: int) -> list[str]:
-        """Compare the engine with the model on text with `most` items, then with fewer.
-
-        Returns what is wrong with each number of items, until both agree.
-        """
+        """Return what is wrong with `most` items, then with fewer, until engine and model agree."""
         faults = []
         for num_items in range(most, 0, -1):
             fault = self._try(modality, num_items)
@@ -190,11 +175,7 @@ class Trial:
         return faults
 
     def _try(self, modality: str | None, num_items: int = 0) -> str | None:
-        """Compare the engine with the model on text, or on text with items of one modality.
-
-        Returns what is wrong, or `None` if both agree. `modality` is `None` for text alone.
-        `num_items` is the most items in a prompt.
-        """
+        """Return what a trial finds wrong, or `None`; without a `modality` the prompts are text."""
         one = "one " if num_items == 1 else ""
         subject = "text" if modality is None else f"text with {one}{modality}"
         started = time.monotonic()
@@ -215,11 +196,7 @@ class Trial:
     # ---- the prompts
 
     def _fit_words(self, modality: str | None, media: Sequence[object]) -> list[str]:
-        """Return the sentences that prompts are made of, shortened if the context is very small.
-
-        The prompts have these media items too. Raises a `ModelError` if the items alone fill the
-        context.
-        """
+        """Return the sentences of prompts with these items, cut if the context is very small."""
         num_tokens = len(self._processor.tokenizer("".join(_WORDS) + _WORDS[-1])["input_ids"])
         max_model_len = self._config.limits.max_model_len
         room = max_model_len - 2 * _NUM_TOKENS
@@ -238,8 +215,8 @@ class Trial:
         """Return two prompts of different lengths, the shorter one first.
 
         The engine already generates for the shorter one while it still computes the longer one.
-        With a modality, the shorter one contains one item, and the longer one contains another. If
-        `num_items` is two, the longer one contains the first item too, at another place.
+        With a modality, each contains another item. If `num_items` is two, the longer one also
+        contains the item of the shorter one, at another place.
         """
         if modality is None:
             words = self._fit_words(None, ())
@@ -257,10 +234,7 @@ class Trial:
         ]
 
     def _make_long_text(self, text: str) -> list[str]:
-        """Return a text repeated so often that it is longer than the model's attention windows.
-
-        Windows that would need too many tokens are ignored.
-        """
+        """Repeat a text until it is longer than the attention windows that can be reached."""
         num_tokens = len(self._processor.tokenizer(text)["input_ids"])
         room = min(_MAX_TEXT_TOKENS, self._config.limits.max_model_len - _NUM_TOKENS)
         windows = [group.window or 0 for group in self._config.groups]
@@ -305,10 +279,10 @@ class Trial:
     # ---- the engine
 
     def _ask(self, cases: Sequence[_Case]) -> list[list[TrialAnswer]]:
-        """Run the cases (prompts) several times, and return a list of answers for each of them.
+        """Run the prompts several times, and return a list of answers for each of them.
 
-        The first answer is computed without caches. If there is media, the next one is computed
-        with the encoder cache. The last one uses the prefix cache too.
+        The first answer is computed without caches, the next one (if there is media) with the
+        encoder cache, and the last one also with the prefix cache.
         """
         run = TrialRun(self._core, make_scheduler(self._make_config(cases)))
         scored = [(case.request, case.transfer) for case in cases]
@@ -325,11 +299,7 @@ class Trial:
         return [list(answers) for answers in zip(*rounds, strict=True)]
 
     def _make_config(self, cases: Sequence[_Case]) -> EngineConfig:
-        """Return the engine's config with a smaller token budget per step.
-
-        The budget is so small that the longer prompt takes several steps. Prefix caching is turned
-        on.
-        """
+        """Return a config with prefix caching, and with steps too small for the longer prompt."""
         longest = max(len(case.request.prompt_token_ids) for case in cases)
         budget = min(self._config.limits.max_num_batched_tokens, 1 + longest // _NUM_CHUNKS)
         limits = replace(self._config.limits, max_num_batched_tokens=budget)
@@ -338,10 +308,7 @@ class Trial:
     # ---- the comparison
 
     def _compare(self, modality: str | None, num_items: int) -> tuple[Distance, Distance]:
-        """Return how much the engine differs from the model, and how much rounding alone changes.
-
-        The second value compares the model with itself when it rounds in another way.
-        """
+        """Return how far the engine is from the model, and how much rounding alone changes."""
         cases = self._make_cases(modality, num_items)
         ours: list[float] = []
         theirs: list[float] = []
@@ -363,11 +330,7 @@ class Trial:
 def _check_encoder_hits(
     cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
 ) -> None:
-    """Raise an `InvariantError` if a media item was encoded again although it was in the cache.
-
-    `answers` are those of a repeated run. If the cache is too small for all items, nothing is
-    checked.
-    """
+    """Raise an `InvariantError` if a repeated run encoded an item although the cache has room."""
     features = {f.mm_hash: f for case in cases for f in case.request.mm_features}.values()
     num_embeds = sum(feature.mm_position.get_num_embeds() for feature in features)
     if num_embeds > config.limits.encoder_cache_size:
@@ -382,11 +345,7 @@ def _check_encoder_hits(
 def _check_prefix_hits(
     cases: Sequence[_Case], answers: Sequence[TrialAnswer], config: EngineConfig
 ) -> None:
-    """Raise an `InvariantError` if a repeated prompt took no tokens from the prefix cache.
-
-    `answers` are those of a repeated run. If the cache is too small for all prompts, nothing is
-    checked.
-    """
+    """Raise an `InvariantError` if a repeated prompt missed a prefix cache that has room."""
     lengths = [len(case.request.prompt_token_ids) for case in cases]
     num_blocks = sum(math.ceil((n + _NUM_TOKENS) / config.block_size) for n in lengths)
     if any(group.num_blocks <= 2 * num_blocks for group in config.groups):
@@ -403,11 +362,7 @@ def _can_be_joined(items: Sequence[MultiModalKwargsItem]) -> bool:
 
 
 def _explain_prompt(modality: str | None, num_items: int) -> str:
-    """Return an error text: the engine and the model's processor disagree about a prompt.
-
-    The token ids that the two make of the prompt differ. `num_items` is the number of media items
-    in the prompt.
-    """
+    """Return an error text: engine and processor turn a prompt into different token ids."""
     if num_items < 2:
         return "the model's processor turns the prompt into other token ids than this engine"
     return f"the model's processor turns two {modality} items into other token ids than single ones"

@@ -1,6 +1,6 @@
 """The core, its process, and its description for other processes.
 
-This file does not import torch, because the parent of all processes reads the description too.
+This file does not import torch, because the parent of all processes also reads the description.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from sensorium.types.sampling import GenerationDefaults
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A description of a running core, which every frontend gets before it connects.
-
-    It has the address to connect to, and the limits and defaults that frontends apply to requests.
-    """
+    """A description of a running core, which every frontend gets before it connects."""
 
     endpoint: str
     max_model_len: int

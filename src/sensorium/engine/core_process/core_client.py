@@ -29,10 +29,9 @@ logger = logging.getLogger(__name__)
 class CoreClient:
     """A connection of one frontend to the core's process.
 
-    The three callbacks run on the event loop when a message arrives. `on_outputs` gets new outputs
-    of requests, and `on_missing` the media items that the core lacks. `on_missing` is called before
-    the future of `CoreClient.add` gets its result. `on_forget` is called after another frontend has
-    reset the media cache.
+    The callbacks run on the event loop when a message arrives: `on_outputs` with new outputs,
+    `on_missing` with the media items that the core lacks, before the future of `add` gets its
+    result, and `on_forget` after another frontend has reset the media cache.
     """
 
     def __init__(
@@ -65,11 +64,10 @@ class CoreClient:
     ) -> asyncio.Future[MissingItems | None]:
         """Send a request to the core, and return a future for the core's answer.
 
-        The future's result is `None` if the core accepted the request. It is a `MissingItems` if
-        the core lacks media items and did not accept the request. If the core refuses the request,
-        or the connection is closed, the future gets an exception. `make_transfer` is called right
-        before sending. If the request can't be encoded, it is not called and a `RequestError` is
-        raised.
+        Its result is `None` if the core accepted the request, and a `MissingItems` if the core
+        lacks media items and did not. It gets an exception if the core refuses the request, or if
+        the connection is closed. `make_transfer` is called right before sending; if the request
+        can't be encoded, it is not called and a `RequestError` is raised.
         """
         encoded = messages.encode_request(request)
         message, frames = messages.encode_transfer(request, make_transfer())
@@ -85,7 +83,7 @@ class CoreClient:
     def append_audio(
         self, request_id: str, features: npt.NDArray[np.float32] | None, *, is_last: bool
     ) -> None:
-        """Send more of the sound of a request, as features [bins, frames]."""
+        """Send more features [bins, frames] of a request's audio."""
         if features is None:
             self._send(messages.AppendAudio(request_id, is_last=is_last))
             return

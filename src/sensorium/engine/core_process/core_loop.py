@@ -33,7 +33,7 @@ OnStep = Callable[[EngineCore, Sequence[EngineCoreOutput]], None]
 Rehearse = Callable[[EngineCoreRequest, Transfer], ErrorRecord | None]
 _MAX_MESSAGES = 64  # between two steps, so that many new requests don't stop the running ones
 # After so many failed steps in a row the process ends: if the device has failed, every later step
-# fails too, but a new process may work again.
+# also fails, but a new process may work again.
 _MAX_FAILED_STEPS = 8
 _IDLE_S = 1.0
 
@@ -41,10 +41,10 @@ _IDLE_S = 1.0
 class CoreLoop:
     """The loop of the core's process: receive messages, compute a step, send the outputs.
 
-    `endpoint` is the ZeroMQ address to listen on. `rehearse` computes a dummy request and returns
-    its error; with `None` none are computed. `on_step` is called in every round with the core
-    and the step's outputs, before these are sent. `on_progress` is called in the loop's thread
-    after each message and before each step, at least every `idle_s` seconds while the core is idle.
+    `rehearse` computes a dummy request and returns its error; with `None` none are computed.
+    `on_step` is called in every round with the step's outputs, before these are sent. `on_progress`
+    is called in the loop's thread after each message and before each step, at least every `idle_s`
+    seconds while the core is idle.
     """
 
     def __init__(
@@ -83,21 +83,15 @@ class CoreLoop:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Make `run` return after its current step. May be called from any thread."""
+        """Make `run` return after its current step."""
         self._call(self._stop)
 
     def forget_frontend(self, identity: str) -> None:
-        """Abort the requests of a frontend process that has ended. Any thread may call this.
-
-        `identity` is the name under which the frontend connected. Its later messages are ignored.
-        """
+        """Abort the requests of a frontend that has ended, and ignore its later messages."""
         self._call(lambda: self._forget_frontend(identity.encode()))
 
     def run(self) -> None:
-        """Receive messages and compute steps until `stop` is called, then close the socket.
-
-        Raises an `InvariantError` if too many steps fail in a row.
-        """
+        """Run until `stop` is called; raise an `InvariantError` if too many steps fail in a row."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
@@ -198,7 +192,7 @@ class CoreLoop:
     ) -> messages.Rehearsed:
         """Compute a dummy request, unless another frontend has sent one, and return the answer.
 
-        While there are real requests none is computed, because they would wait, and do its work.
+        None is computed while there are real requests: they would wait, and they do its work.
         """
         subject = message.subject
         if self._rehearse is not None and subject not in self._rehearsed:
@@ -241,7 +235,7 @@ class CoreLoop:
         return outputs
 
     def _count_failure(self, outputs: Sequence[EngineCoreOutput]) -> None:
-        """Count steps that failed one after the other. One without outputs says nothing."""
+        """Count failed steps in a row. A step without outputs neither fails nor succeeds."""
         if not outputs:
             return
         errors = [output.error for output in outputs if output.error is not None]

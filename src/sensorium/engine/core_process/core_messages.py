@@ -32,40 +32,29 @@ Frame = bytes | memoryview
 
 
 class Feature(msgspec.Struct, frozen=True, array_like=True):
-    """A compact form of `MultiModalFeatureSpec`: one media item of a request, without tensors.
-
-    `offset` and `length` give the item's positions in the prompt. `runs` is the mask of those
-    positions that get an embedding, as run lengths (see `as_runs`).
-    """
+    """A compact form of `MultiModalFeatureSpec`: one media item of a request, without tensors."""
 
     modality: str
     mm_hash: str
-    offset: int
+    offset: int  # of its positions in the prompt
     length: int
-    runs: tuple[int, ...] | None  # see `as_runs`
+    runs: tuple[int, ...] | None  # which positions get an embedding, see `as_runs`
     has_content_hash: bool
 
 
 class ItemTensors(msgspec.Struct, frozen=True, array_like=True):
-    """A media item with tensors that follow the message as `num_frames` raw frames.
-
-    `header` describes the tensors, so that they can be rebuilt from the frames.
-    """
+    """A media item with tensors that follow the message as `num_frames` raw frames."""
 
     mm_hash: str
-    header: bytes  # see `item_codec`
+    header: bytes  # describes the tensors, see `item_codec`
     num_frames: int
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A message to the core that adds a request: its media items, and how to get their tensors.
-
-    `update` lists the items that the core's media cache must insert or evict. The request itself
-    follows as the next frame of the message.
-    """
+    """A message to the core that adds a request, with the media of the request."""
 
     features: tuple[Feature, ...] = ()
-    update: MirrorUpdate | None = None
+    update: MirrorUpdate | None = None  # what the core's media cache must insert or evict
     references: dict[str, ShmReference] = {}  # mm_hash -> its place in shared memory
     tensors: tuple[ItemTensors, ...] = ()
 
@@ -81,43 +70,34 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class AppendAudio(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core with more of the sound of a request.
+    """A message to the core with more of the audio of a request.
 
     The features follow as one raw frame of float32 numbers, a row for each of the `num_bins`. There
-    is no frame if no features are left. `is_last` means that the sound ends with this.
+    is no frame if no features are left.
     """
 
     request_id: str
     num_bins: int = 0
-    is_last: bool = False
+    is_last: bool = False  # the audio ends with this
 
 
 class Rehearse(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core to compute a dummy request that leaves no trace, before any other.
-
-    The frames of an `AddRequest` follow. The core answers with `Rehearsed`.
-    """
+    """A message to the core to compute a dummy request; the frames of an `AddRequest` follow."""
 
     subject: str  # a modality, or "text"
     request: AddRequest
 
 
 class UpdateCache(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core that lists media items to evict from its cache.
-
-    A frontend sends it when it has no request that could carry the list.
-    """
+    """A message to the core with items to evict, if no request can carry the list."""
 
     update: MirrorUpdate
 
 
 class ResetCache(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core to empty a cache. The core answers with `ResetDone`.
+    """A message to the core to empty a cache. The `ResetDone` has the same number."""
 
-    `number` is chosen by the frontend, and the answer has the same one.
-    """
-
-    number: int
+    number: int  # chosen by the frontend
     level: str  # "mm", "encoder" or "prefix"
 
 
@@ -125,15 +105,11 @@ ToCore = Hello | AddRequest | AppendAudio | Abort | Rehearse | UpdateCache | Res
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The core's answer to an `AddRequest`: accepted, not accepted yet, or refused.
-
-    With `missing` the core lacks media items, and the request has to be sent again with them. With
-    `refusal` the request has failed. If both are `None`, the request was accepted.
-    """
+    """The core's answer to an `AddRequest`: accepted, if the other fields are `None`."""
 
     request_id: str
-    missing: MissingItems | None = None
-    refusal: ErrorRecord | None = None
+    missing: MissingItems | None = None  # the request has to be sent again, with these items
+    refusal: ErrorRecord | None = None  # the request has failed
 
 
 class CoreOutputs(msgspec.Struct, frozen=True, tag=True):
@@ -147,29 +123,23 @@ class CoreOutputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetDone(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend that the cache of its `ResetCache` is empty now.
+    """A message to a frontend that the cache of its `ResetCache` is empty now."""
 
-    `number` is that of the `ResetCache`.
-    """
-
-    number: int
+    number: int  # that of the `ResetCache`
 
 
 class ForgetMedia(msgspec.Struct, frozen=True, tag=True):
     """A message to a frontend that another frontend has reset the media cache.
 
-    The core has emptied its own media cache, or the one in shared memory, before it sends this.
+    The core has already emptied its own media cache, or the one in shared memory.
     """
 
 
 class Rehearsed(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend that the core has computed the dummy request of its `Rehearse`.
-
-    `error` is `None` if the request went well, or if the core had no need of it.
-    """
+    """A message to a frontend that the core is done with its `Rehearse`."""
 
     subject: str  # that of the `Rehearse`
-    error: ErrorRecord | None = None
+    error: ErrorRecord | None = None  # None also if the core had no need of the dummy
 
 
 FromCore = CoreOutputs | Rehearsed | ResetDone | ForgetMedia
@@ -184,10 +154,7 @@ decode_from_core = _from_core_decoder.decode
 
 
 def encode_request(request: EngineCoreRequest) -> bytes:
-    """Return a request as msgpack, without its media items, which `encode_transfer` encodes.
-
-    Raises a `RequestError` if the request has text or a number that msgpack can't hold.
-    """
+    """Return a request as msgpack, without its media items, which `encode_transfer` encodes."""
     try:
         return _encoder.encode(replace(request, mm_features=()))
     except (UnicodeEncodeError, OverflowError) as error:
@@ -200,10 +167,7 @@ def encode_request(request: EngineCoreRequest) -> bytes:
 def encode_transfer(
     request: EngineCoreRequest, transfer: Transfer
 ) -> tuple[AddRequest, list[memoryview]]:
-    """Return the `AddRequest` message of a request, and its tensors as raw frames.
-
-    The frames are sent behind the message. Items in shared memory are sent as references.
-    """
+    """Return the `AddRequest` message of a request, and its tensors as frames to send after it."""
     references: dict[str, ShmReference] = {}
     tensors: list[ItemTensors] = []
     frames: list[memoryview] = []
@@ -228,8 +192,7 @@ def decode_request(
 ) -> tuple[EngineCoreRequest, Transfer]:
     """Rebuild a request and its media from the frames of an `AddRequest` message.
 
-    `frame` is the encoded request. The tensors are views of `tensor_frames`, which must be
-    writable.
+    The tensors are views of `tensor_frames`, which must be writable.
     """
     payloads: dict[str, Payload] = dict(message.references)
     start = 0

@@ -1,10 +1,8 @@
 """Computes steps: the scheduler plans, the worker computes, the scheduler takes the result.
 
-While the worker computes one step, the next one is planned.
-
-Owns the scheduler, the worker and the processed tensors of requests in flight. A request that is
-refused at `add_request` leaves nothing behind; one that is accepted gets exactly one output with a
-finish reason.
+While the worker computes one step, the next one is planned. Owns the scheduler, the worker and the
+processed tensors of requests in flight. A request that is refused at `add_request` leaves nothing
+behind; one that is accepted gets exactly one output with a finish reason.
 """
 
 from __future__ import annotations
@@ -40,11 +38,10 @@ _FIRST_TOKEN_S = 0.0005  # how long a first token is awaited before the next ste
 
 
 class PayloadStore(Mapping[str, MultiModalKwargsItem]):
-    """A mapping from `mm_hash` (the id of a media item) to the item's processed tensors.
+    """A mapping from `mm_hash` to the processed tensors of items of requests that have not ended.
 
-    It has the media of all requests that have not ended. The engine core adds and releases items,
-    and the worker reads them. `receiver` is the core's side of the media cache, which also has
-    items that a frontend need not send again.
+    The core adds and releases items, and the worker reads them. `receiver` is the core's side of
+    the media cache, which also has items that a frontend need not send again.
 
     Invariant: the tensors that are read for an item belong to a request that has not ended. Two
     requests may have received equal tensors in different memory; each holds its own.
@@ -72,9 +69,8 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
     def add(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
         """Keep the tensors of a request's media items until `release`, and return `None`.
 
-        `transfer` has the media that was sent with the request. If the core lacks some of the
-        items, nothing is kept, and the items that the frontend has to send are returned. Raises an
-        `InvariantError` if the request was already added.
+        If the core lacks some items, nothing is kept, and those that the frontend has to send are
+        returned. Raise an `InvariantError` if the request was already added.
         """
         if request.request_id in self._hashes_of:
             raise InvariantError(f"media of request {request.request_id!r} was added twice")
@@ -88,7 +84,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
         return None
 
     def add_output(self, mm_hash: str, output: torch.Tensor) -> None:
-        """Keep the encoder output of an item beside its tensors, until it is used or released."""
+        """Keep an item's encoder output next to its tensors, until it is used or released."""
         if mm_hash in self._items and mm_hash not in self._outputs:
             self._outputs[mm_hash] = output
             self.num_output_bytes += output.nbytes
@@ -112,9 +108,9 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
 class EngineCore:
     """A scheduler and a worker that compute all requests together, one step after another.
 
-    With `overlap`, a step is planned and launched before the results of the one before it are read.
-    So the device always has work. At most one step is under way between two calls. With a `loader`,
-    a new request is held while encoder outputs of its media are looked for in a store.
+    With `overlap`, a step is planned and launched before the results of the one before it are read,
+    so that the device always has work. At most one step is under way between two calls. With a
+    `loader`, a new request is held while encoder outputs of its media are looked up in a store.
     """
 
     def __init__(
@@ -136,14 +132,14 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether `step` has something to do: there are requests, or a step is under way."""
+        """Return whether `step` has something to do: there are requests, or a step is under way."""
         if self.scheduler.has_requests or self._under_way is not None or self._kept:
             return True
         return self.loader is not None and self.loader.has_answers
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to do, now or when the look-ups of requests are answered."""
+        """Return whether there is something to do, now or after the look-ups of held requests."""
         return self.has_requests or bool(self.scheduler.held)
 
     def wait(self) -> None:
@@ -155,7 +151,7 @@ class EngineCore:
         """Accept a request together with its media, and return `None`.
 
         If the core lacks media items, the request is not accepted, and the items that the frontend
-        has to send are returned. Raises a `RequestError` if the request can't be served. In every
+        has to send are returned. Raise a `RequestError` if the request can't be served. In every
         case `transfer` is passed to the core's media cache, which must receive all transfers in
         order.
         """
@@ -176,7 +172,7 @@ class EngineCore:
         return None
 
     def _look_up(self, loader: OutputLoader, request: EngineCoreRequest) -> None:
-        """Begin to look for the encoder outputs that a new request needs, and hold it till then."""
+        """Look up the encoder outputs that a new request needs, and hold the request meanwhile."""
         if self.payloads.num_output_bytes > _MAX_OUTPUT_BYTES:
             return
         wanted = {}
@@ -189,7 +185,7 @@ class EngineCore:
             self.scheduler.hold(request.request_id)
 
     def _take_loaded(self) -> None:
-        """Let the requests wait for their turn whose look-ups are answered."""
+        """Release held requests to the scheduler, if their look-ups are answered."""
         if self.loader is None:
             return
         for request_id, found in self.loader.take_answered():
@@ -198,10 +194,7 @@ class EngineCore:
             self.scheduler.release(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineCoreOutput]:
-        """End requests that are no longer wanted, and return their last outputs.
-
-        Ids of unknown or ended requests are ignored.
-        """
+        """End requests that are no longer wanted, if they exist, and return their last outputs."""
         aborted = [self.scheduler.abort_request(request_id) for request_id in request_ids]
         outputs = [output for output in aborted if output is not None]
         self._forget_finished(outputs)
@@ -210,15 +203,15 @@ class EngineCore:
     def append_audio(
         self, request_id: str, features: torch.Tensor | None, *, is_last: bool = False
     ) -> list[EngineCoreOutput]:
-        """Give a request more of its sound, as features [bins, frames]. Return its last output.
+        """Give a request more audio, as features [bins, frames], and return its last output.
 
-        There is an output only if the request ends with this: the sound has ended, and all of it
-        was transcribed before. Sound for an unknown or ended request is dropped.
+        There is an output only if the request ends with this: the audio has ended, and all of it
+        was transcribed before. Audio for an unknown or ended request is dropped.
         """
         if request_id not in self.scheduler.requests:
             return []
         if not isinstance(self.runner, StreamingRunner):
-            raise InvariantError(f"request {request_id!r} has no sound that goes on")
+            raise InvariantError(f"request {request_id!r} takes no streaming audio")
         num_positions = 0 if features is None else self.runner.append_audio(request_id, features)
         output = self.scheduler.append_audio(request_id, num_positions, is_last=is_last)
         outputs = [] if output is None else [output]
@@ -229,8 +222,8 @@ class EngineCore:
         """Compute one step for the running requests, and return new outputs.
 
         With overlap these are the outputs of the step before. If the worker fails, the requests of
-        the step that failed end with an error in their outputs. Raises an `InvariantError` if no
-        request could run for several steps.
+        the step that failed end with an error. Raise an `InvariantError` if no request could run
+        for several steps.
         """
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
             raise InvariantError(
@@ -273,8 +266,8 @@ class EngineCore:
     def _is_short(self, plan: SchedulerOutput, launched: LaunchedStep) -> bool:
         """Return whether a step with first tokens is done a moment after its launch.
 
-        To launch the next step takes longer than a short prompt needs on the device after its own
-        launch. So its token is awaited for a moment, in which the device has work anyway.
+        Launching the next step takes longer than a short prompt needs on the device. So its token
+        is awaited for a moment, in which the device has work anyway.
         """
         if not plan.has_first_tokens:
             return False
@@ -291,10 +284,7 @@ class EngineCore:
     def _finish_last(
         self, following: tuple[SchedulerOutput, LaunchedStep] | None = None
     ) -> list[EngineCoreOutput]:
-        """Wait for the results of the step under way, if there is one, and return its outputs.
-
-        `following` is the next step, if one was launched after it. That is under way from now on.
-        """
+        """Finish the step under way, if any, and return its outputs. `following` replaces it."""
         last, self._under_way = self._under_way, following
         if last is None:
             return []

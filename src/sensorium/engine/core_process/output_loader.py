@@ -60,7 +60,7 @@ class _Waiting:
 class OutputLoader:
     """A loader of encoder outputs for requests that are not scheduled yet.
 
-    After a request that had no answer at all within `limit_s`, the store is left alone for a while.
+    After a request that had no answer at all within `limit_s`, the store is not asked for a while.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OutputLoader:
         self._threads: list[threading.Thread] = []
         self._requests: OrderedDict[str, _Waiting] = OrderedDict()  # the first deadline first
         self._looks: dict[str, _Look] = {}  # mm_hash -> its look-up
-        # request id -> items of which the look-up has not begun; requests take turns
+        # request id -> items with look-ups that have not begun; requests take turns
         self._queue: OrderedDict[str, deque[str]] = OrderedDict()
         self._answered: dict[str, None] = {}  # requests without an open look-up
         self._num_found_bytes = 0
@@ -87,12 +87,12 @@ class OutputLoader:
         self._is_closed = False
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Let `wake` be called, in any thread, when a request is answered; None: no more."""
+        """Let `wake` be called, in any thread, when a request is answered; None: no longer."""
         with self._changed:
             self._wake = wake
 
     def begin(self, request_id: str, wanted: Mapping[str, int]) -> bool:
-        """Begin to look for the outputs of a request, and return whether it has to wait for that.
+        """Begin to look up outputs for a request, and return whether it has to wait for them.
 
         `wanted` maps the hash of each item to its number of embeddings.
         """
@@ -124,12 +124,12 @@ class OutputLoader:
 
     @property
     def has_answers(self) -> bool:
-        """Whether `take_answered` would return a request now."""
+        """Return whether `take_answered` would return a request now."""
         return bool(self._answered) or (self._get_wait_s() or 1.0) <= 0
 
     @property
     def wait_s(self) -> float | None:
-        """How long it takes at most until there is an answer, or None if no request waits."""
+        """Return the most seconds until there is an answer, or None if no request waits."""
         wait_s = self._get_wait_s()
         return None if wait_s is None else max(0.0, wait_s)
 
@@ -168,7 +168,7 @@ class OutputLoader:
         return None if first is None else first.deadline - time.monotonic()
 
     def _remove(self, request_id: str) -> dict[str, torch.Tensor]:
-        """Let a request wait no longer, and return what was found for it."""
+        """Remove a request, and return what was found for it."""
         waiting = self._requests.pop(request_id)
         self._answered.pop(request_id, None)
         self._num_found_bytes -= sum(each.nbytes for each in waiting.found.values())
@@ -193,7 +193,7 @@ class OutputLoader:
             del found  # it would stay until the next look-up
 
     def _take_next(self) -> tuple[str, int] | None:
-        """Wait for an item that is to be looked up, and return it, or None when all is over."""
+        """Wait for an item to look up, and return it, or None after `close`."""
         with self._changed:
             while not self._is_closed:
                 if not self._queue:
@@ -214,7 +214,7 @@ class OutputLoader:
             self._answer(mm_hash, found)
 
     def _answer(self, mm_hash: str, found: torch.Tensor | None) -> None:
-        has_news = False
+        is_any_answered = False
         for request_id in self._looks.pop(mm_hash).request_ids:
             waiting = self._requests[request_id]
             waiting.open.discard(mm_hash)
@@ -225,8 +225,8 @@ class OutputLoader:
             if not waiting.open:
                 self._answered[request_id] = None
                 self._breaker.note_success(waiting.token)
-                has_news = True
-        if has_news:
+                is_any_answered = True
+        if is_any_answered:
             self._changed.notify_all()
             if self._wake is not None:
                 self._wake()

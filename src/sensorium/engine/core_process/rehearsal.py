@@ -2,11 +2,11 @@
 
 A rehearsal goes through the whole model: encoder, prompt, and some generated tokens. What computes
 for the first time loads kernels, chooses algorithms, allocates workspaces and reads weights that
-are mapped from a file. None of that may be left to the first request.
+are mapped from a file. The first request must do none of that.
 
-Nothing else remains. The scheduler is one of its own, so that no counter, no prefix and no encoder
-output of the engine changes. The media is received by a cache that is thrown away, and encoder
-outputs are neither looked up in a store nor put there.
+Nothing else remains. A scheduler of its own keeps the counters, prefixes and encoder outputs of the
+engine as they are. The media is received by a cache that is thrown away, and encoder outputs are
+neither looked up in a store nor put there.
 """
 
 from __future__ import annotations
@@ -32,20 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 class Rehearsal:
-    """A callable that computes dummy requests with the worker of a core that has none.
-
-    `make_scheduler` returns a new scheduler like that of the core.
-    """
+    """A callable that computes dummy requests with a core's worker and a new scheduler."""
 
     def __init__(self, core: EngineCore, make_scheduler: Callable[[], Scheduler]) -> None:
         self._core = core
         self._make_scheduler = make_scheduler
 
     def __call__(self, request: EngineCoreRequest, transfer: Transfer) -> ErrorRecord | None:
-        """Compute a request to its end, and return its error, or `None` if the model has none.
-
-        A dummy that is refused, because there is no room for it, is no error of the model.
-        """
+        """Compute a request, and return the model's error; a refusal for lack of room is none."""
         with _leaving_no_trace(self._core):
             scheduler = self._make_scheduler()
             core = EngineCore(scheduler, self._core.runner, self._core.payloads)
@@ -75,10 +69,7 @@ def _run(core: EngineCore) -> ErrorRecord | None:
 
 @contextmanager
 def _leaving_no_trace(core: EngineCore) -> Iterator[None]:
-    """Give a core another receiver of media and no store in the `with` block, and keep its counts.
-
-    All that is changed is what it was before at the end of the block.
-    """
+    """Replace a core's media receiver and its store; restore them and its counts at the end."""
     payloads, encoders = core.payloads, core.runner.encoder_runner
     receiver, store = payloads.receiver, encoders.store
     counts = encoders.num_encoded, encoders.num_loaded

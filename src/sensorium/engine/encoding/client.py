@@ -1,12 +1,12 @@
-"""An engine's connections to an encoder on the same machine.
+"""An engine's connections to a remote encoder on the same machine.
 
-Connections are made when they are needed, and used again. An encoder that can't be reached is left
-alone for a pause that grows, so that requests don't wait for it. Several threads may use it.
+Connections are made when they are needed, and used again. An encoder that can't be reached is not
+tried for a growing pause, so that requests don't wait for it. Thread-safe.
 
 Invariants:
   1. Every future ends: a call has a deadline, and so has the time that it waits for a thread.
   2. A connection that failed in any way is closed and never used again.
-  3. An answer is taken only if it fits its item.
+  3. An answer is accepted only if it fits its item.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Pause:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def may_try(self) -> bool:
-        """Return whether to try now. While it is tried, others wait for the next time."""
+        """Return whether to try now. If so, others wait for the next time."""
         with self.lock:
             now = time.monotonic()
             if not self.length_s:
@@ -86,12 +86,10 @@ class _Pause:
             return was_lost
 
     def note_failure(self, began: float) -> bool:
-        """Make the pause longer, and return whether the encoder could be reached before.
-
-        Attempts that had begun before the last failure was noted have failed with it.
-        """
+        """Make the pause longer, and return whether the encoder could be reached before."""
         with self.lock:
             was_there = not self.length_s
+            # Attempts that had begun before the last failure was noted have failed with it.
             if was_there or began >= self.changed:
                 self.length_s = min(max(_FIRST_PAUSE_S, 2 * self.length_s), _MAX_PAUSE_S)
                 self.changed = time.monotonic()
@@ -100,14 +98,13 @@ class _Pause:
 
 
 class WrongAnswerError(Exception):
-    """An error that is raised if the answer of an encoder does not fit its item."""
+    """The answer of an encoder does not fit its item."""
 
 
 def read_item(job: ItemJob, answer: Encoded, block: memoryview, *, began: float) -> FinishedItem:
-    """Return the item that an encoder has answered with. `began` is when it was asked.
+    """Return the item in an encoder's answer, or raise `WrongAnswerError` if it does not fit.
 
-    The tensors are views of the block, which must be writable. Raise `WrongAnswerError` if the
-    answer does not fit the item.
+    The tensors are views of the block, which must be writable. `began` is of `time.monotonic`.
     """
     try:
         tensors = dict(decode_block(answer.header, block))
@@ -124,11 +121,7 @@ def read_item(job: ItemJob, answer: Encoded, block: memoryview, *, began: float)
 
 
 class SocketEncoder:
-    """An `EncoderService` that asks an encoder at a Unix socket of this machine.
-
-    `address` is "unix:" and the path of the socket. An answer may take `timeout_s` seconds, and so
-    may the wait before the question is sent.
-    """
+    """An `EncoderService` over the Unix socket at `address` ("unix:PATH") of this machine."""
 
     def __init__(
         self,
@@ -136,7 +129,7 @@ class SocketEncoder:
         identity: Identity,
         processor: MultiModalProcessor | None,
         *,
-        timeout_s: float,
+        timeout_s: float,  # of an answer, and also of the wait before the question is sent
         num_connections: int = _NUM_CONNECTIONS,
     ) -> None:
         if not address.startswith(SCHEME):
@@ -153,16 +146,13 @@ class SocketEncoder:
         self._threads = ThreadPoolExecutor(num_connections, thread_name_prefix="encoder")
 
     def check(self) -> None:
-        """Try to reach the encoder. Raise `ModelError` if it encodes otherwise than this engine.
-
-        An encoder that is not there yet is no error: it may be started later.
-        """
+        """Try to reach the encoder. Raise `ModelError` if its identity is not this engine's."""
         try:
             self._give_back(self._connect())
         except _WrongEncoderError as error:
             raise ModelError(f"the encoder at {self._path!r} can't be used: {error}") from error
         except CapacityError:
-            pass  # the log has it
+            pass  # the log has it; the encoder may be started later
 
     def encode(self, job: ItemJob, media: object) -> Future[FinishedItem]:
         try:
@@ -256,8 +246,7 @@ class SocketEncoder:
     def _connect(self) -> Channel:
         """Return a new connection to an encoder that introduced itself as one for this model.
 
-        Raise `_WrongEncoderError` if it did not, and `CapacityError` if the encoder can't be
-        reached or has no room.
+        Raise `_WrongEncoderError` if it did not, and `CapacityError` if it is full or unreachable.
         """
         if not self._pause.may_try():
             raise EncoderLostError(f"the encoder at {self._path!r} can't be reached")
@@ -318,11 +307,8 @@ class SocketEncoder:
             logger.info("the encoder at %s is used again", self._path)
 
     def _lose(self, reason: str, began: float) -> EncoderLostError:
-        """Note that the encoder can't be used at the moment, and return an error that says so.
-
-        `began` is the time at which the attempt began that has shown it. Idle connections are
-        closed, because each of them would wait for an encoder that hangs once more.
-        """
+        """Note that an attempt that began at `began` has failed, and return its error."""
+        # Each idle connection would wait once more for an encoder that hangs.
         with self._lock:
             idle, self._idle = self._idle, []
         for channel in idle:

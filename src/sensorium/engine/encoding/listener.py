@@ -61,8 +61,7 @@ _PAUSE_S = 0.2  # after an error of the system, such as too many open files
 class EncoderListener:
     """A socket with a thread for each engine's connection, at most `max_connections` at once.
 
-    Raise a `ModelError` if the socket can't be made, for example because another encoder listens
-    there.
+    Raise a `ModelError` if the socket can't be made, such as when another encoder listens there.
     """
 
     def __init__(
@@ -80,12 +79,9 @@ class EncoderListener:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Remove the socket, answer the questions in flight, and close all connections.
-
-        After `timeout_s` seconds they are closed without an answer.
-        """
+        """Remove the socket, answer questions in flight for `timeout_s`, and close connections."""
         with suppress(OSError):
-            if self._path.lstat().st_ino == self._inode:  # nobody has put another one there
+            if self._path.lstat().st_ino == self._inode:  # no other one was put there
                 self._path.unlink()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
@@ -139,7 +135,6 @@ class EncoderListener:
             self._lock.notify_all()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer the questions of one connection until it ends."""
         channel = Channel(connection)
         try:
             channel.send(self._hello, deadline=time.monotonic() + _SEND_S)
@@ -153,11 +148,7 @@ class EncoderListener:
             self._end(connection)
 
     def _serve_one(self, channel: Channel, connection: socket.socket) -> None:
-        """Answer the next question.
-
-        This is a function of its own so that nothing of a question or an answer stays in memory
-        while the connection waits for the next one.
-        """
+        """Answer a question, in a function so that none of it stays in memory afterwards."""
         frame, block = channel.receive()
         self._mark(connection, is_busy=True)
         answer, blocks = self._answer(frame, block)
@@ -186,11 +177,7 @@ class EncoderListener:
 def answer_job(
     service: EncodingService, message: bytes, block: memoryview
 ) -> tuple[Encoded | Failed, list[Buffer]]:
-    """Encode an item, and return the answer for its engine and the block of its tensors.
-
-    `message` and `block` are those of `encode_job`. Raise an error of msgspec if the message is
-    none.
-    """
+    """Encode the item of an `encode_job`, and return the answer with the block of its tensors."""
     try:
         job, media, _ = decode_job(message, block)
         source = MediaBytes(media) if isinstance(media, bytes) else media
@@ -202,7 +189,7 @@ def answer_job(
         return Encoded(item.layout, header, finished.times), [*as_buffers(item.kwargs)]
     except (RequestError, CapacityError) as error:
         return Failed(make_record(error)), []
-    except msgspec.MsgspecError:
+    except msgspec.MsgspecError:  # the message is invalid
         raise
     except Exception:
         logger.exception("a media item could not be encoded")
@@ -210,7 +197,7 @@ def answer_job(
 
 
 def _listen(path: Path) -> tuple[socket.socket, int]:
-    """Return a socket that listens at a path, and the number of its file."""
+    """Return a socket that listens at a path, and the inode of its file."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -237,15 +224,13 @@ def _listen(path: Path) -> tuple[socket.socket, int]:
 
 @contextmanager
 def _locking(folder: Path) -> Iterator[None]:
-    """Keep other encoders that start from this folder, which could remove each other's sockets.
-
-    If the lock can't be had soon, go on without it: others may lock folders for other reasons.
-    """
+    """Exclude encoders that start from this folder, which could remove each other's sockets."""
     with ExitStack() as stack:
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, descriptor)
             deadline = time.monotonic() + _LOCK_S
+            # If the lock can't be had soon, do without it: others may have other reasons for it.
             while not _try_lock(descriptor) and time.monotonic() < deadline:
                 time.sleep(_LOCK_POLL_S)
         yield

@@ -1,8 +1,7 @@
-"""Turns sources of media into encoder outputs, each one once. It knows no transport.
+"""Turns sources of media into encoder outputs, each one once. It uses no transport.
 
 An item is decoded and processed by the same backend as in an engine, and then encoded. Equal items
-that come together are perceived once, whichever engines send them. The results are kept within a
-number of bytes. Several threads may use it.
+that come together are worked on once, whichever engines send them. Thread-safe.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class EncodingService:
     """A service that decodes, processes and encodes media items, equal ones once.
 
     At most `max_items` are worked on at once, and more are refused with a `CapacityError`. The
-    results take `capacity_bytes` of memory at most. With `tiers` they are kept there too, and
-    `check_stored` raises a `RequestError` for an item from there that makes no sense.
+    results take at most `capacity_bytes` of memory. With `tiers` they are also kept there, and
+    `check_stored` raises a `RequestError` for an invalid item from there.
     """
 
     def __init__(
@@ -75,8 +74,7 @@ class EncodingService:
     def encode(self, job: ItemJob, media: object) -> FinishedItem:
         """Return a media item with its encoder output, and wait for it.
 
-        Raise `RequestError` if the item is at fault, and `CapacityError` if there are too many
-        items at once, or if it takes too long.
+        Raise `RequestError` if the item is at fault, and `CapacityError` at overload or timeout.
         """
         kept = self._kept.get(job.mm_hash)
         with self._lock:
@@ -99,7 +97,6 @@ class EncodingService:
         self._kept.clear()
 
     def get_counts(self) -> EncoderCounts:
-        """Return how many items were asked for, found, perceived and encoded so far."""
         with self._lock:
             return EncoderCounts(
                 num_asked=self._num_asked,

@@ -56,7 +56,6 @@ class TowerThread:
 
     @property
     def num_encoded(self) -> int:
-        """The number of items that an encoder was run for."""
         return self._runner.num_encoded
 
     def submit(self, item: ProcessedItem) -> Future[torch.Tensor]:
@@ -73,7 +72,7 @@ class TowerThread:
         return waiting.encoded
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after the batch that it is working on. What still waits fails then.
+        """End the thread after the current batch. What still waits fails then.
 
         Return False if that takes longer than `timeout_s` seconds: a device may hang.
         """
@@ -96,7 +95,7 @@ class TowerThread:
             self._fail_rest()
 
     def _take_batch(self) -> list[_Waiting] | None:
-        """Wait for an item, and return it with those that wait too, or None at the end."""
+        """Wait for an item, and return it with those that wait with it, or None at the end."""
         first, self._next = self._next or self._queue.get(), None
         if first is None or self._is_closed:
             self._next = first
@@ -118,7 +117,6 @@ class TowerThread:
         return batch
 
     def _encode(self, batch: Sequence[_Waiting]) -> None:
-        """Encode items, and end the futures of all of them."""
         jobs = {str(place): waiting for place, waiting in enumerate(batch)}
         try:
             with torch.inference_mode():

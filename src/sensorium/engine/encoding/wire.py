@@ -1,9 +1,8 @@
 """The messages between engines and an encoder on the same machine, over a Unix socket.
 
-The encoder speaks first: it says what it encodes with. Then the engine asks, and the encoder
-answers, one question at a time. A message is msgpack, and its large block is memory that the
-receiver maps without a copy (`multimodal.pool.channel`). Only processes of the same user or of root
-are believed.
+First the encoder sends its identity. Then the engine asks and the encoder answers, one question at
+a time. A message is msgpack, and its large block is memory that the receiver maps without a copy
+(`multimodal.pool.channel`). Only processes of the same user or of root are trusted.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """An engine's question for an encoder output. The media is in the block beside it."""
+    """An engine's question for an encoder output. The media is in the message's block."""
 
     job: bytes  # as `item_backend.encode_job` makes it
 
@@ -79,7 +78,7 @@ class AskCounts(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `Encode`. The tensors are in the block beside it, as `header` describes."""
+    """The answer to `Encode`. The tensors are in the message's block, as `header` describes."""
 
     layout: ItemLayout
     header: bytes
@@ -93,8 +92,6 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to `AskCounts`."""
-
     counts: EncoderCounts
 
 

@@ -52,11 +52,7 @@ _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[CachedItem]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
-    """A request that is ready for the engine core, with handles of its media items.
-
-    A handle is a reference that keeps a processed media item in the cache. Release the handles
-    once, with `InputProcessor.release`.
-    """
+    """A request for the core, with handles to release once, by `InputProcessor.release`."""
 
     request: EngineCoreRequest
     items: tuple[CachedItem, ...]  # one handle per item of media
@@ -66,24 +62,16 @@ class ProcessedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A prompt that is ready for an engine elsewhere, which perceives its media.
-
-    `items` are its media in the order of the prompt's `media`. `text` is the prompt as it was
-    before it was tokenised, if text was given.
-    """
+    """A prompt that is ready for an engine elsewhere, which decodes and processes its media."""
 
     prompt: EnginePrompt
     params: SamplingParams
-    items: tuple[OutlinedItem, ...] = ()
-    text: str | None = None
+    items: tuple[OutlinedItem, ...] = ()  # its media, in the order of the prompt's `media`
+    text: str | None = None  # the prompt before it was tokenised, if text was given
 
 
 class ProcessKwargs(TypedDict, total=False):
-    """The keyword options of `InputProcessor.process` and `InputProcessor.process_pausing`.
-
-    They give a sampling seed, choose whether the engine core's media cache is used and whether
-    tensors are needed, and allow the work to be cancelled.
-    """
+    """The keyword options of `InputProcessor.process` and `InputProcessor.process_pausing`."""
 
     seed: int | None  # for a request that has none; `None`: one is drawn
     # The items have their tensors, and the cache that the core mirrors is neither read nor changed.
@@ -93,10 +81,10 @@ class ProcessKwargs(TypedDict, total=False):
 
 
 class InputProcessor:
-    """A converter of prompts into requests for the engine core, for one model.
+    """A converter of prompts into requests for the core, for one model. Thread-safe.
 
     It checks a prompt, processes its media items, tokenises its text, and replaces each media
-    marker with placeholder tokens. Several threads may use it at once.
+    marker with placeholder tokens.
     """
 
     def __init__(
@@ -112,8 +100,8 @@ class InputProcessor:
         media_io_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
         trust_injected: bool = False,  # hashes from other machines are used as they are
         seed: int,
-        # The core's compiler, if the core is in this process. Otherwise grammars are compiled here
-        # too, so that a bad one is not sent to the core.
+        # The core's compiler, if the core is in this process. Otherwise grammars are also
+        # compiled here, so that a bad one is not sent to the core.
         grammars: GrammarCompiler | None = None,
         max_string_length: int | None = None,  # for grammars that are compiled here
         restrictions: Restrictions | None = None,  # what the trial of a core in this process found
@@ -142,10 +130,7 @@ class InputProcessor:
 
     @property
     def allowed_modalities(self) -> tuple[str, ...]:
-        """Return the modalities that a prompt may have on this server.
-
-        These are the model's modalities, without those that are switched off or limited to 0 items.
-        """
+        """Return the model's modalities that are neither switched off nor limited to 0 items."""
         off = self.switched_off.reasons
         return tuple(
             m for m in self.processor.modalities if self._limits.get(m) != 0 and m not in off
@@ -153,11 +138,7 @@ class InputProcessor:
 
     @contextmanager
     def for_warmup(self) -> Iterator[InputProcessor]:
-        """Yield a copy of this input processor for the warm-up, with its own caches and counters.
-
-        The copy does not check the length of prompts. Its media loaders are closed when the `with`
-        block ends.
-        """
+        """Yield a copy for the warm-up, with its own caches and counters, and no length check."""
         inputs = copy.copy(self)
         inputs.max_model_len = None
         inputs.pipeline, inputs.readonly = self.pipeline.for_warmup(), self.readonly.for_warmup()
@@ -178,10 +159,7 @@ class InputProcessor:
         params: SamplingParams,
         **options: Unpack[ProcessKwargs],
     ) -> ProcessedRequest:
-        """Turn a prompt into a request for the engine core, and block while its media is fetched.
-
-        The arguments and errors are those of `process_pausing`.
-        """
+        """Do what `process_pausing` does, and block while media is fetched."""
         return run_through(self.process_pausing(request_id, prompt, params, **options))
 
     def process_pausing(
@@ -195,13 +173,11 @@ class InputProcessor:
         needs_tensors: bool = True,
         cancelled: Future[None] | None = None,
     ) -> Pausing[ProcessedRequest]:
-        """Turn a prompt into a request for the engine core, and pause while its media is fetched.
+        """Turn a prompt into a request for the core, and pause while its media is fetched.
 
-        This generator yields each future that it has to wait for, and returns the request with
-        handles of its media items. Raise a `RequestError` with the path of the field that is wrong.
-        `ProcessKwargs` explains the options. With `skip_mm_cache` and without `needs_tensors` the
-        prompt is not run, only its tokens are counted. Its text may then be as long as several
-        contexts.
+        Raise a `RequestError` with the path of the field that is wrong. With `skip_mm_cache` and
+        without `needs_tensors` the prompt is not run, only its tokens are counted. Its text may
+        then be as long as several contexts.
         """
         self._check_grammar(params)
         read = read_prompt(prompt, max_model_len=self.max_model_len)
@@ -226,7 +202,7 @@ class InputProcessor:
                 bans=self._make_bans(params),
                 cache_salt=read.cache_salt,
                 priority=read.priority,
-                stream=describe_stream(self.processor.beside, features),
+                stream=describe_stream(self.processor.outside_audio, features),
             )
         except BaseException:
             pipeline.release(items)
@@ -245,11 +221,10 @@ class InputProcessor:
         *,
         cancelled: Future[None] | None = None,
     ) -> Pausing[Outline]:
-        """Prepare a prompt for an engine elsewhere, and decode nothing.
+        """Prepare a prompt for an engine elsewhere: fetch and name its media, and decode nothing.
 
-        Its media is fetched and named. If all of it can be laid out by headers, the prompt is
-        expanded and tokenised. This generator pauses while media is fetched. Raise a `RequestError`
-        with the path of the field that is wrong.
+        If all of it can be laid out by headers, the prompt is expanded and tokenised. Raise a
+        `RequestError` with the path of the field that is wrong.
         """
         self._check_grammar(params)
         read = read_prompt(prompt, max_model_len=self.max_model_len)
@@ -272,12 +247,7 @@ class InputProcessor:
         return Outline(prompt=expanded, params=params, items=tuple(items), text=read.text)
 
     def check_text(self, text: str, *, is_counted_only: bool = False) -> None:
-        """Raise a `RequestError` if a text, not tokenised yet, is too long for the model's context.
-
-        With `is_counted_only` the tokens are only counted and never run, so that the text may be as
-        long as `_COUNTED_CONTEXTS` contexts. Nothing is checked while the context's length is not
-        known.
-        """
+        """Raise a `RequestError` if an untokenised text is too long for the model's context."""
         max_tokens = self.get_max_tokens(is_counted_only=is_counted_only)
         if max_tokens is not None:
             self._text_length.check(text, max_tokens)
@@ -285,8 +255,7 @@ class InputProcessor:
     def get_max_tokens(self, *, is_counted_only: bool) -> int | None:
         """Return how many tokens a prompt may have, or `None` if the context's length is not known.
 
-        A prompt that is run leaves room for one new token. With `is_counted_only` the prompt is
-        never run and may be several contexts long.
+        With `is_counted_only` the prompt is never run and may be several contexts long.
         """
         if self.max_model_len is None:
             return None
@@ -404,15 +373,14 @@ class InputProcessor:
         mm_kwargs: Mapping[str, Sequence[MultiModalKwargsItem | None]],
         mm_layouts: Mapping[str, Sequence[Any]] | None = None,
     ) -> dict[str, list[Payload | None]]:
-        """Put media items that another process has preprocessed into the cache, under their hashes.
+        """Put media items that another process has processed into the cache, under their hashes.
 
-        The arguments map a modality to a list with one entry per media item: hashes, tensors and
-        layouts. A layout is the text that stands for the item in a prompt. An item without one can
-        be used only by prompts with token ids that already have its placeholders. Return the same
-        lists with what the cache has now: the tensors, a reference to shared memory, or `None` for
-        an item that was not stored. Items that are `None` are skipped, and so are modalities with
-        lists of unequal length. Any other mistake is logged as a warning and never raised. Tensors
-        are not copied: the caller must not change them.
+        The arguments map a modality to a list with one entry per item: hashes, tensors and layouts.
+        An item without a layout serves only prompts with token ids that already have its
+        placeholders. Return the same lists with what the cache has now: the tensors, a reference to
+        shared memory, or `None` for an item that was not stored. Items that are `None` are skipped,
+        and so are modalities with lists of unequal length. Any other mistake is logged as a warning
+        and never raised. Tensors are not copied: the caller must not change them.
         """
         stored: dict[str, list[Payload | None]] = {}
         try:
@@ -429,10 +397,7 @@ class InputProcessor:
         return stored
 
     def _inject(self, modality: str, mm_hash: str, kwargs: Any, layout: Any) -> Payload | None:
-        """Put one media item into the cache, and return its tensors or its shared-memory reference.
-
-        Return `None` if `kwargs` is `None` or if the item could not be stored, which is logged.
-        """
+        """Cache an item, and return its tensors or reference, or `None` if it was not stored."""
         if kwargs is None:
             return None
         try:
@@ -453,10 +418,7 @@ class InputProcessor:
         return bans.add(self._get_bad_sequences(params.bad_words))
 
     def _get_bad_sequences(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the token ids of each forbidden word, at the start of a text and after a space.
-
-        Raise a `RequestError` if the tokenizer has no tokens for a word.
-        """
+        """Return the token ids of each forbidden word, at the start of a text and after a space."""
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             for text in (word.lstrip(), " " + word.lstrip()):

@@ -2,8 +2,8 @@
 
 A string may be a path where a caller puts media itself: in a part `{"type": "image", "image": ...}`
 of a message, and in `multi_modal_data`. The shapes of OpenAI's API, such as `image_url`, only have
-URLs: an application that passes conversations of others on opens no file for them. Nothing of this
-is used for requests over HTTP. There a string is a URL or an error, and JSON has no paths.
+URLs: an application that passes on conversations of others opens no file for them. Requests over
+HTTP don't use this: there a string is a URL or an error, and JSON has no paths.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ _MODALITIES = ("image", "video", "audio")
 
 
 def find_paths(prompt: AnyPrompt) -> AnyPrompt:
-    """Return a prompt in which strings that are paths of media are `Path` objects.
+    """Return a copy of a prompt in which strings that are paths of media are `Path` objects.
 
-    The caller's own objects are not changed. What is malformed stays as it is, and is refused when
-    the prompt is read.
+    What is malformed stays as it is, and is refused when the prompt is read.
     """
     if isinstance(prompt, Chat):
         messages = prompt.messages

@@ -1,4 +1,4 @@
-"""Turns prompts into requests in threads, because rendering, perceiving and tokenising block.
+"""Turns prompts into requests in threads, because rendering, processing and tokenising block.
 
 Owns the threads, in four groups: for requests with media, with a grammar (or tools, which may need
 one), with a long text, and with a short text. So a slow grammar or a slow tokenisation delays no
@@ -42,10 +42,7 @@ _STOPPING = "the server is stopping: try again later"
 
 
 class Preparation:
-    """The thread pools in which one frontend turns prompts into requests for the engine core.
-
-    Prompts with media, with a grammar, with a long text and with a short text have a pool each.
-    """
+    """The thread pools in which one frontend turns prompts into requests for the core."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -64,11 +61,10 @@ class Preparation:
         skip_mm_cache: bool = False,
         needs_tensors: bool = True,
     ) -> Prepared:
-        """Turn a prompt or a conversation into a request for the engine core, in a thread.
+        """Turn a prompt or a conversation into a request for the core, in a thread.
 
         Raise a `RequestError` with the path of the field that is wrong, or a `StoppingError` if the
-        server is stopping. If this coroutine is cancelled, the work is cancelled as soon as
-        possible. `ProcessKwargs` explains `skip_mm_cache` and `needs_tensors`.
+        server is stopping. If this coroutine is cancelled, so is the work, as soon as possible.
         """
         inputs, cancelled = self._renderer.inputs, Future[None]()
         work = self._renderer.render_pausing(
@@ -89,10 +85,7 @@ class Preparation:
         return replace(prepared, stages={**prepared.stages, "wait_thread": wait_s})
 
     async def outline(self, prompt: AnyPrompt, params: SamplingParams) -> Outline:
-        """Prepare a prompt or a conversation for an engine elsewhere, in a thread.
-
-        `InputProcessor.outline_pausing` explains the result and the errors.
-        """
+        """Do the work of `Renderer.outline_pausing` in a thread."""
         cancelled = Future[None]()
 
         def begin() -> Pausing[Outline]:
@@ -103,10 +96,10 @@ class Preparation:
         return outline
 
     async def process_again(self, item: CachedItem) -> CachedItem:
-        """Process a media item again, because the engine core has lost its tensors.
+        """Process a media item again that the core has lost, in the threads for media.
 
-        This runs in the threads for media. Return the item with a new handle, which the caller has
-        to release. Raise a `MissingMediaError` if the item can't be had any more.
+        Return it with a new handle, which the caller has to release. Raise a `MissingMediaError` if
+        the item can't be had any more.
         """
         pipeline, cancelled = self._renderer.inputs.pipeline, Future[None]()
         again, _ = await self._run(
@@ -142,10 +135,9 @@ class Preparation:
     ) -> tuple[T, float]:
         """Run work in a thread pool, but hold no thread while the work pauses.
 
-        The work is a generator that yields each future for which it pauses. Return the result of
-        the work, and how many seconds it waited for a free thread. If the caller is cancelled or
-        the server stops, `cancelled` is completed, and `drop` is called with a result that comes
-        too late.
+        Return the result, and how many seconds the work waited for a free thread. If the caller is
+        cancelled or the server stops, `cancelled` is completed, and `drop` is called with a result
+        that comes too late.
         """
         wait_s = 0.0
         while True:
@@ -174,10 +166,7 @@ class Preparation:
                 raise
 
     def close(self) -> None:
-        """Shut down the thread pools without waiting for their work.
-
-        Callers that are still waiting get a `StoppingError`.
-        """
+        """Shut down the thread pools; callers that are still waiting get a `StoppingError`."""
         for waiting in self._waiting:
             if not waiting.done():
                 waiting.set_exception(StoppingError(_STOPPING))
@@ -185,10 +174,7 @@ class Preparation:
             threads.shutdown(wait=False, cancel_futures=True)
 
     async def _wait(self, future: Future[Any]) -> None:
-        """Wait until a future has ended, whether with a result or with an error.
-
-        Raise a `StoppingError` if `close` is called meanwhile.
-        """
+        """Wait until a future has ended in any way; raise a `StoppingError` after `close`."""
         loop = asyncio.get_running_loop()
         waiting = loop.create_future()
 
@@ -217,11 +203,7 @@ _Step = tuple[float, Future[Any] | _Finished[T]]
 
 
 def _advance(work: Pausing[T]) -> _Step[T]:
-    """Run work, a generator that yields futures to wait for, up to its next pause or its end.
-
-    Return the monotonic time at which it began in this thread, and either its result (as
-    `_Finished`) or the future for which it pauses.
-    """
+    """Run work to its next pause; return when it began, and its result or what it waits for."""
     began = time.monotonic()
     try:
         return began, next(work)
@@ -230,10 +212,7 @@ def _advance(work: Pausing[T]) -> _Step[T]:
 
 
 def _clean_up(ended: Future[_Step[T]], work: Pausing[T], drop: Callable[[T], None]) -> None:
-    """Clean up after a caller that has left: drop a finished result, or close unfinished work.
-
-    `ended` is the future of the last step that the work made in a thread.
-    """
+    """Drop the finished result of a caller that has left, or close its unfinished work."""
     if not ended.cancelled() and ended.exception() is None:
         _, outcome = ended.result()
         if isinstance(outcome, _Finished):
@@ -253,10 +232,7 @@ def _choose_group(prompt: AnyPrompt, params: SamplingParams) -> str:
 
 
 def _is_long(prompt: AnyPrompt) -> bool:
-    """Return whether a prompt's text is so long that tokenising it takes much time.
-
-    Characters are counted only until the limit is passed. Token ids are never long.
-    """
+    """Return whether a prompt's text is so long that tokenising it takes much time."""
     if isinstance(prompt, Chat):
         num_characters = 0
         for content in _iterate_contents(prompt):
@@ -277,10 +253,7 @@ def _iterate_contents(chat: Chat) -> Iterator[object]:
 
 
 def _has_media(prompt: AnyPrompt) -> bool:
-    """Return whether a prompt seems to have media items.
-
-    A malformed prompt raises no error here, because it is refused later, when it is read.
-    """
+    """Return whether a prompt seems to have media; a malformed one is refused when it is read."""
     if isinstance(prompt, Chat):
         contents = (c for c in _iterate_contents(prompt) if isinstance(c, list))
         parts = (part for content in contents for part in content)

@@ -1,12 +1,12 @@
-"""Reads prompts that were expanded elsewhere, with media that was processed already.
+"""Reads rendered prompts: token ids with placeholders for media that was processed elsewhere.
 
 Everything is checked against the model before it reaches a cache: the tensors against those that
 the model's processor makes, the placeholders against the tokens.
 
 A hash that came over the wire is only its sender's claim. Such items are renamed, so that no client
-can replace the items of another. If an item is sent with its tensors, its name depends on them too:
-other tensors under the same hash are another item. A hash that is sent alone stands for the tensors
-that it was first sent with in its scope, as a uuid does.
+can replace the items of another. If an item is sent with its tensors, its name also depends on
+them: other tensors under the same hash are another item. A hash that is sent alone stands for the
+tensors that it was first sent with in its scope, as a uuid does.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ _MAX_LISTED = 8  # hashes in a message; the error object lists all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedItem:
-    """A media item of a rendered prompt: of token ids in which placeholders stand for media.
-
-    What the request says about the item has been checked.
-    """
+    """A checked media item of a rendered prompt."""
 
     path: FieldPath  # of its placeholder, for errors
     given_hash: str  # as the caller wrote it; caches use the name in `feature`
@@ -52,23 +49,18 @@ class RenderedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemReader:
-    """A reader that checks media items that another process has preprocessed, for one model.
-
-    `specs` describe the tensors that the model's own processor makes.
-    """
+    """A reader that checks media items that another process has processed, for one model."""
 
     processor: MultiModalProcessor
-    specs: ItemSpecs
+    specs: ItemSpecs  # of the tensors that the model's own processor makes
 
     def read_item(
         self, modality: str, mm_hash: Any, kwargs: Any, layout: Any, num_embeds: int | None = None
     ) -> ProcessedItem:
-        """Return a media item that another process has preprocessed, after checking it.
+        """Return a checked media item, made of what another process has sent.
 
-        `kwargs` are the item's tensors by name. `layout` is the text that stands for the item in a
-        prompt, or `None`. `num_embeds` is the number of embeddings for which the placeholder has
-        room, or `None` if that is not known. Raise a `RequestError` if any of them does not fit the
-        model.
+        `num_embeds` is the number of embeddings for which the placeholder has room, or `None` if
+        that is not known. Raise a `RequestError` if something does not fit the model.
         """
         own_layout = _as_layout(layout)
         if own_layout is not None:
@@ -91,11 +83,7 @@ _Row = tuple[RenderedItem, list[Any]]  # an item without its tensors; its tensor
 def read_items(
     rendered: RenderedMedia, token_ids: Sequence[int], reader: ItemReader
 ) -> list[RenderedItem]:
-    """Return the checked media items of a rendered prompt, sorted by their offset in the prompt.
-
-    A rendered prompt comes as token ids, with media that another process has preprocessed. Raise a
-    `RequestError` with the path of the field that is wrong.
-    """
+    """Return the checked media items of a rendered prompt, sorted by their offset in the prompt."""
     rows = sorted(_read_places(rendered, reader), key=lambda row: row[0].feature.mm_position.offset)
     _check_tokens([entry for entry, *_ in rows], token_ids, reader.processor)
     items: list[RenderedItem] = []
@@ -144,17 +132,16 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
                 modality=modality,
                 mm_hash=name,
                 mm_position=position,
-                # Our own transcripts name windows of a sound so. Other callers may err.
+                # Our own transcripts name windows of a recording so. Other callers may err.
                 has_content_hash="@" in name,
             )
             yield RenderedItem(path=path, given_hash=name, feature=feature, item=None), brought
 
 
 def _unite(items: Sequence[RenderedItem]) -> list[RenderedItem]:
-    """Return the items, each with the tensors that were sent for its hash.
+    """Return the items, each with the tensors that were sent with any item of the same hash.
 
-    If several items have the same hash, the tensors may be sent with only one of them. Raise a
-    `RequestError` if items with the same hash differ.
+    Raise a `RequestError` if items with the same hash differ.
     """
     brought: dict[str, RenderedItem] = {}
     for entry in items:
@@ -254,8 +241,8 @@ def _check_tokens(
     Placeholders must lie within the prompt and must not overlap, and their embeddings must stand at
     all placeholder tokens of the prompt and at no other tokens.
     """
-    if processor.beside is not None:
-        _check_outside(items, processor.beside.max_positions)
+    if processor.outside_audio is not None:
+        _check_outside(items, processor.outside_audio.max_positions)
         return
     expected = sum(entry.feature.mm_position.get_num_embeds() for entry in items)
     previous_end = 0
@@ -291,13 +278,13 @@ def _check_tokens(
 
 
 def _check_outside(items: Sequence[RenderedItem], max_positions: int) -> None:
-    """Raise a `RequestError` unless there is one sound at 0 that is not too long."""
+    """Raise a `RequestError` unless there is one audio item at 0 that is not too long."""
     if len(items) != 1:
-        raise RequestError(f"this model needs exactly one sound, not {len(items)}")
+        raise RequestError(f"this model needs exactly one audio item, not {len(items)}")
     position = items[0].feature.mm_position
     if position.offset or position.is_embed or not 0 < position.length <= max_positions:
         raise RequestError(
-            f"a sound of this model has the offset 0 and from 1 to {max_positions} positions",
+            f"an audio item of this model has the offset 0 and from 1 to {max_positions} positions",
             items[0].path,
         )
 
@@ -309,12 +296,7 @@ def rename_items(
     bindings: UuidBindings,
     scope: UuidScope,
 ) -> list[RenderedItem]:
-    """Return the items under new cache names, so that no client can replace another's items.
-
-    A name depends on the hash that the client sent, on the cache salt and on the tensors. For a
-    hash without tensors, these are the tensors that were first sent with it in this scope.
-    `given_hash` stays the hash that the client sent.
-    """
+    """Return the items under names made of their hash, the cache salt and their tensors."""
     digests: dict[int, str] = {}  # id of an item, which several entries may share -> its digest
     renamed = []
     for entry in entries:
@@ -352,7 +334,8 @@ def take_items(
 
     Items that came with tensors are stored if the cache lacks them. Raise a `MissingMediaError` if
     items came without tensors and are not cached, and a `RequestError` if a cached item does not
-    fit its placeholder. After an error too, the caller must release the handles that were appended.
+    fit its placeholder. Also after an error, the caller must release the handles that were
+    appended.
     """
     missing: dict[str, None] = {}
     for entry in entries:
@@ -380,7 +363,7 @@ def take_items(
         first = ", ".join(list(missing)[:_MAX_LISTED])
         more = ", …" if len(missing) > _MAX_LISTED else ""
         raise MissingMediaError(
-            f"{len(missing)} media item(s) came without tensors and are not in the cache, so send "
-            f"their tensors too: {first}{more}",
+            f"{len(missing)} media item(s) came without tensors and are not in the cache, so also "
+            f"send their tensors: {first}{more}",
             tuple(missing),
         )

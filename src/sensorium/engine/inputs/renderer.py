@@ -43,7 +43,7 @@ class ChatKwargs(TypedDict, total=False):
     chat_template: str | os.PathLike[str] | None
     chat_template_kwargs: Mapping[str, Any] | None  # more variables for the template
     add_generation_prompt: bool  # a new answer begins (the default)
-    continue_final_message: bool  # the last message goes on instead
+    continue_final_message: bool  # the last message is continued instead
     tools: Sequence[Mapping[str, Any]] | None  # with JSON schemas of their functions
     # The rest goes to the prompt, see `TextPrompt`.
     mm_processor_kwargs: Mapping[str, Any] | None
@@ -57,10 +57,7 @@ _PROMPT_FIELDS = ("mm_processor_kwargs", "media_io_kwargs", "cache_salt", "prior
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A conversation that has not been turned into a prompt by a chat template yet.
-
-    The messages are those of the caller and are not checked yet.
-    """
+    """A conversation that was neither checked nor rendered by a chat template yet."""
 
     messages: object
     options: ChatOptions
@@ -75,8 +72,7 @@ AnyPrompt = Prompt | EnginePrompt | Chat
 def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> list[Chat]:
     """Return one `Chat` for each conversation in `messages`, all with the same options.
 
-    `messages` is one list of messages, or a list of such lists. Raise a `TypeError` for an unknown
-    option, and a `RequestError` for an option with a wrong value.
+    Raise a `TypeError` for an unknown option, and a `RequestError` for one with a wrong value.
     """
     unknown = sorted(set(options) - set(ChatKwargs.__annotations__))
     if unknown:
@@ -97,25 +93,18 @@ def make_chats(messages: Messages | Sequence[Messages], options: ChatKwargs) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request that is ready to be started, and how long its preparation took.
-
-    `stages` maps the name of each stage to seconds.
-    """
+    """A request that is ready to be started, and the seconds that its preparation took."""
 
     processed: ProcessedRequest
     stages: ItemTimes  # "render", "perceive" and, in a server, "wait_thread"
 
 
 class Renderer:
-    """A converter of prompts and conversations into requests for the engine core.
-
-    `chat_template` is the text of a template to use instead of the model's. Several threads may use
-    a renderer at once.
-    """
+    """A converter of prompts and conversations into requests for the core. Thread-safe."""
 
     def __init__(self, inputs: InputProcessor, *, chat_template: str | None = None) -> None:
         self.inputs = inputs
-        self.chat_template = chat_template
+        self.chat_template = chat_template  # a text that replaces the model's own template
         self.chat_renderer = ChatRenderer(inputs.processor)
 
     def render(
@@ -126,10 +115,7 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Prepared:
-        """Turn a prompt or conversation into a request for the engine core, and wait for media.
-
-        This blocks the thread. The arguments and errors are those of `render_pausing`.
-        """
+        """Do what `render_pausing` does, and block while media is fetched."""
         return run_through(self.render_pausing(prompt, params, request_id=request_id, **options))
 
     def render_pausing(
@@ -140,11 +126,9 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Pausing[Prepared]:
-        """Turn a prompt or conversation into a request for the engine core, and pause for media.
+        """Turn a prompt or conversation into a request for the core, and pause for media.
 
-        This generator yields each future that it has to wait for, and returns the request.
-        `ProcessKwargs` explains the options. Raise a `RequestError` with the path of the field that
-        is wrong.
+        Raise a `RequestError` with the path of the field that is wrong.
         """
         started = time.monotonic()
         stages: dict[str, float] = {}
@@ -168,10 +152,7 @@ class Renderer:
         *,
         cancelled: Future[None] | None = None,
     ) -> Pausing[Outline]:
-        """Prepare a prompt or conversation for an engine elsewhere, and decode nothing.
-
-        `InputProcessor.outline_pausing` explains the result. This generator pauses for media.
-        """
+        """Prepare a prompt or conversation as `InputProcessor.outline_pausing` does."""
         if isinstance(prompt, Chat):
             rendered, params = self._render_chat(prompt, params, is_counted_only=False)
             return self.inputs.outline_pausing(rendered, params, cancelled=cancelled)
@@ -180,14 +161,14 @@ class Renderer:
     def begin_stream(
         self, params: SamplingParams, *, request_id: str, delay_ms: int | None = None
     ) -> tuple[Prepared, AudioStream]:
-        """Make a request that takes a sound while it goes on, and the stream of its features.
+        """Return a request for streaming audio, and the stream of its features.
 
-        `delay_ms` is how far the text is behind the sound, or `None` for the model's own choice.
-        Raise a `RequestError` if the model takes whole sounds only, or can't have this delay.
+        The text is `delay_ms` behind the audio, `None` for the model's own choice. Raise a
+        `RequestError` if the model takes only whole recordings, or can't have this delay.
         """
-        audios, defaults = self.inputs.processor.beside, self.inputs.defaults
+        audios, defaults = self.inputs.processor.outside_audio, self.inputs.defaults
         if not isinstance(audios, StreamingAudioProcessor):
-            raise RequestError("this model can't hear a sound while it goes on")
+            raise RequestError("this model takes no streaming audio")
         delay_ms = audios.default_delay_ms if delay_ms is None else delay_ms
         num_delay_tokens = audios.count_delay_tokens(delay_ms)
         request = EngineCoreRequest(
@@ -203,7 +184,7 @@ class Renderer:
 
     @contextmanager
     def for_warmup(self) -> Iterator[Renderer]:
-        """Yield a copy of this renderer for the warm-up, with caches and counters of its own."""
+        """Yield a copy for the warm-up, with caches and counters of its own."""
         with self.inputs.for_warmup() as inputs:
             renderer = copy.copy(self)
             renderer.inputs = inputs
@@ -229,8 +210,7 @@ def _check_num_messages(messages: object, max_tokens: int | None) -> None:
     """Raise a `RequestError` if a conversation has more messages than its prompt may have tokens.
 
     A template needs some microseconds for each message: hundreds of thousands of messages would
-    take seconds before the length of the prompt could be checked. Nothing is checked if
-    `max_tokens` is `None`.
+    take seconds before the prompt's length could be checked. With `None` nothing is checked.
     """
     num_messages = len(messages) if isinstance(messages, list | tuple) else 0
     if max_tokens is not None and num_messages > max_tokens:

@@ -11,11 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class SwitchedOff:
-    """A table of the modalities (image, video, audio) that this frontend refuses, with the reasons.
-
-    A reason comes either from the current engine core (`of_core`) or from this frontend's warm-up.
-    The core also says which modalities work only with one item in a prompt.
-    """
+    """A table of refused and limited modalities, from the core and from this frontend's warm-up."""
 
     def __init__(self, of_core: Restrictions | None = None) -> None:
         self._of_core = of_core or Restrictions()
@@ -33,10 +29,7 @@ class SwitchedOff:
         return {m: reason for m, reason in self._of_core.only_one.items() if m not in reasons}
 
     def take_core(self, restrictions: Restrictions) -> None:
-        """Replace what an earlier engine core said with the restrictions of a new core.
-
-        Modalities that this frontend switched off with `add` stay off.
-        """
+        """Replace the restrictions of an earlier core; what `add` switched off stays off."""
         self._of_core = restrictions
 
     def add(self, modality: str, reason: str) -> None:
@@ -67,6 +60,5 @@ def log_restrictions(restrictions: Restrictions) -> None:
 
 
 def _log_switched_off(modality: str, reason: str) -> None:
-    """Log a warning that a modality is switched off, with the reason, all in one line."""
     line = " ".join(reason.split())
     logger.warning("%s is switched off, and requests with it are refused: %s", modality, line)

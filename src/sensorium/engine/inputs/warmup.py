@@ -33,7 +33,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dummy:
-    """A dummy request that is ready for the core, with its media beside it."""
+    """A dummy request that is ready for the core, with its media."""
 
     subject: str  # a modality, or "text"
     request: EngineCoreRequest
@@ -50,15 +50,14 @@ class Dummy:
 def warm_up(renderer: Renderer) -> list[Dummy]:
     """Render and prepare a dummy prompt of text and of each modality before the first request.
 
-    This does the slow work of a first request, and changes no cache or counter that requests use. A
-    modality that can't be prepared is switched off. Raise a `ModelError` only if not even text can
-    be prepared; any other failure is a warning in the log. Return what was prepared, for
+    This changes no cache or counter of real requests. Raise a `ModelError` only if not even text
+    can be prepared; any other failure is a warning in the log. Return what was prepared, for
     `AsyncEngine.rehearse`.
     """
     dummies: dict[str, Dummy] = {}
     try:
         with renderer.for_warmup() as for_warmup:
-            has_chat = renderer.inputs.processor.beside is None
+            has_chat = renderer.inputs.processor.outside_audio is None
             has_template = has_chat and _warm_up_template(renderer)
             _PromptWarmup(for_warmup, renderer.inputs, dummies, has_template=has_template).run()
     except ModelError:
@@ -82,11 +81,10 @@ def _warm_up_template(renderer: Renderer) -> bool:
 
 
 class _PromptWarmup:
-    """The part of the warm-up that prepares dummy prompts.
+    """The part of the warm-up that prepares dummy prompts, and puts them into `dummies`.
 
-    `renderer` is a copy with caches of its own. `inputs` is the input processor that will serve
-    requests, in which failing modalities are switched off. What was prepared is put into `dummies`
-    by its subject. With `has_template`, the dummy prompts are conversations.
+    `renderer` is a copy with caches of its own. `inputs` will serve requests, and failing
+    modalities are switched off there. With `has_template`, the prompts are conversations.
     """
 
     def __init__(
@@ -103,12 +101,8 @@ class _PromptWarmup:
         self._has_template = has_template
 
     def run(self) -> None:
-        """Prepare a prompt of text, then one for each modality, with and without the core's cache.
-
-        Raise a `ModelError` if not even text can be prepared. A modality that can't be prepared is
-        switched off, since the server would refuse every request with it.
-        """
-        if self._inputs.processor.beside is None:  # otherwise no prompt is without a sound
+        """Prepare a prompt of text, and of each modality with and without the core's cache."""
+        if self._inputs.processor.outside_audio is None:  # otherwise every prompt has audio
             self._warm_up_text()
         if self._inputs.allowed_modalities:
             self._process_media("Multi-modal", skip_mm_cache=False)
@@ -172,7 +166,7 @@ class _PromptWarmup:
     def _make_prompt(self, modality: str | None) -> Prompt | Chat:
         """Return a dummy conversation, or a plain prompt if there is no usable chat template.
 
-        The prompt has text and, unless `modality` is `None`, one media item of that modality.
+        It has text and, unless `modality` is `None`, one media item of that modality.
         """
         url = None if modality is None else _make_url(modality)
         if self._has_template:
@@ -184,7 +178,7 @@ class _PromptWarmup:
 
     def _make_plain_prompt(self, modality: str) -> Prompt:
         processor, media = self._inputs.processor, {modality: [_make_url(modality)]}
-        if processor.beside is not None:  # then a prompt without words is what models begin with
+        if processor.outside_audio is not None:  # such models begin with a prompt without words
             return {"prompt": "", "multi_modal_data": media}
         return {
             "prompt": f"{processor.markers.get(modality, '')}{_WORDS}",
@@ -192,7 +186,7 @@ class _PromptWarmup:
         }
 
     def _render(self, prompt: Prompt | Chat, subject: str, *, skip_mm_cache: bool = True) -> None:
-        """Prepare a request for a prompt, and decode its token ids to warm up the tokenizer too."""
+        """Prepare a request for a prompt, and decode its token ids to warm up the tokenizer."""
         prepared = self._renderer.render(prompt, _PARAMS, seed=0, skip_mm_cache=skip_mm_cache)
         tokenizer = self._inputs.processor.tokenizer
         tokenizer.decode(list(prepared.processed.request.prompt_token_ids))

@@ -25,10 +25,7 @@ _MAX_TOKEN_TEXTS = 2**16
 
 
 def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
-    """Return the ids under which the core runs the `n` completions of a request.
-
-    If `n` is 1, the only id is that of the request.
-    """
+    """Return the ids of a request's `n` completions in the core; if `n` is 1, the request's own."""
     n = request.sampling_params.n
     if n == 1:
         return (request.request_id,)
@@ -38,8 +35,8 @@ def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
 def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
     """Split a request into `n` requests for the core, one for each completion.
 
-    The first has the request's seed, and is the only one that returns log-probabilities of the
-    prompt. The seeds of the others are derived from that seed.
+    The first has the request's seed, from which those of the others are derived. Only the first
+    returns log-probabilities of the prompt.
     """
     params = request.sampling_params
     if params.n == 1:
@@ -75,8 +72,7 @@ class WaitingCompletions:
 class ParallelSampling:
     """A store of completions that may start only when the first one of their request has a token.
 
-    Only requests with `n` > 1 have such completions. `release` is called with the media items of
-    completions that never start.
+    `release` is called with the media items of completions that never start.
     """
 
     def __init__(self, release: Callable[[Items], None]) -> None:
@@ -84,10 +80,7 @@ class ParallelSampling:
         self._waiting: dict[str, WaitingCompletions] = {}  # id of the first completion -> the rest
 
     def add(self, request: EngineCoreRequest, items: Items) -> tuple[EngineCoreRequest, bool]:
-        """Return the first completion of a request, to start at once, and whether others must wait.
-
-        If others wait, they are kept here together with the media items.
-        """
+        """Return a request's first completion, to start at once, and whether others are kept."""
         first, *rest = make_children(request)
         if rest:
             self._waiting[first.request_id] = WaitingCompletions(
@@ -99,8 +92,7 @@ class ParallelSampling:
         """Return the waiting completions that may start after these outputs of the core.
 
         They may start when the first completion of their request has a token. If it failed or was
-        aborted, they are dropped. The caller becomes responsible for releasing the media items of
-        what is returned.
+        aborted, they are dropped. The caller has to release the media items of what is returned.
         """
         ready: list[WaitingCompletions] = []
         for output in outputs if self._waiting else ():
@@ -111,10 +103,7 @@ class ParallelSampling:
         return ready
 
     def drop(self, child_ids: Iterable[str]) -> None:
-        """Drop the completions that wait for these first ones, and release their media items.
-
-        `child_ids` are ids in the core. Those that no completion waits for are ignored.
-        """
+        """Drop what waits for these first completions, and release its media items."""
         for child_id in child_ids:
             waiting = self._waiting.pop(child_id, None)
             if waiting is not None:
@@ -160,8 +149,7 @@ class Completion:
     def _is_closing(self, output: EngineCoreOutput, token_id: int) -> bool:
         """Return whether a token only ends the answer, so that its text is no part of the answer.
 
-        The token that completes a grammar is a part of the answer, unless it is an end-of-sequence
-        token.
+        A token that completes a grammar is a part of it, unless it is an end-of-sequence token.
         """
         if output.finish_reason is not FinishReason.STOP:
             return False
@@ -171,10 +159,8 @@ class Completion:
     def take_delta(self, *, is_last: bool = False) -> CompletionDelta | None:
         """Return the new part that later tokens can't change, or `None` if there is none.
 
-        The part begins where that of the last call ended.
-
-        With `is_last`, this is the last part: text that may begin a stop string is no longer held
-        back, and a completion that has not ended counts as aborted.
+        With `is_last`, text that may begin a stop string is no longer held back, and a completion
+        that has not ended counts as aborted.
         """
         is_last = is_last or self.last is not None
         if self._is_ended or (not is_last and self._num_taken_tokens == len(self._token_ids)):
@@ -205,7 +191,6 @@ class Completion:
 
     @property
     def _finish_reason(self) -> FinishReason | None:
-        """The reason why the completion ended; one that has not ended counts as aborted."""
         if self._reader.stop_string is not None:
             return FinishReason.STOP
         return FinishReason.ABORT if self.last is None else self.last.finish_reason
@@ -226,8 +211,7 @@ class Completion:
 def make_token_text(tokenizer: Any) -> TokenText:
     """Return a function that returns the text of a single token id, with a cache.
 
-    The same tokens are likely at many positions, and a prompt may have a hundred thousand positions
-    with twenty tokens each.
+    A prompt may have a hundred thousand positions with twenty tokens each, mostly the same ones.
     """
 
     @lru_cache(maxsize=_MAX_TOKEN_TEXTS)
@@ -242,7 +226,6 @@ def make_logprobs(get_text: TokenText, token_id: int, entry: TokenLogprobs) -> d
     """Return a dict from token ids to log-probabilities and ranks, for one position of a text.
 
     It has the likeliest tokens in `entry`, and always `token_id`, the token at that position.
-    `get_text` returns the text of a token id.
     """
     ranked = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     logprobs = {

@@ -34,22 +34,22 @@ class _RequestState:
     """The state of a request that has not ended, or that still has deltas to be taken."""
 
     request: EngineCoreRequest
-    prompt: str | None
+    prompt: str | None  # if text was given
     completions: dict[str, Completion]  # id in the core -> completion, in the order of indices
     is_streamed: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     speech: SpeechFindings | None = None
     mm_items: tuple[MediaItemReport, ...] = ()
     stages: ItemTimes = field(default_factory=dict)
-    sent: float | None = None  # when it was sent to the core
+    sent: float | None = None  # the monotonic time at which it was sent to the core
     final: RequestOutput | None = None
 
 
 class OutputProcessor:
     """A collector of the core's outputs that turns token ids into text and results for callers.
 
-    A request has the id that its engine gave it. Each of its completions has its own id in the
-    core. `is_outside_prompt` is true for models whose media takes no positions of the prompt.
+    Each completion has its own id in the core. `is_outside_prompt` is true for models with media
+    that takes no positions of the prompt.
     """
 
     def __init__(self, tokenizer: Any, *, is_outside_prompt: bool = False) -> None:
@@ -65,8 +65,8 @@ class OutputProcessor:
     ) -> None:
         """Register a request, so that the core's outputs for its completions are collected.
 
-        `prompt` is the prompt's text, if text was given. With `is_streamed`, results are taken with
-        `take_delta`; otherwise `process` returns the whole request when it has ended.
+        With `is_streamed`, results are taken with `take_delta`; otherwise `process` returns the
+        whole request when it has ended.
         """
         completions = {
             child_id: Completion(request, index, self._tokenizer, self._get_text)
@@ -84,46 +84,35 @@ class OutputProcessor:
         *,
         sent: float,
     ) -> None:
-        """Record how a request's media was prepared, and when the request was sent to the core.
-
-        `mm_items` has a report for each media item. `stages` maps the stages of the preparation to
-        seconds. `sent` is a monotonic time in seconds.
-        """
+        """Record how a request's media was prepared, and when the request was sent to the core."""
         state = self._states[request_id]
         state.mm_items, state.stages, state.sent = mm_items, stages, sent
 
     @property
     def changed_ids(self) -> tuple[str, ...]:
-        """The ids of the streamed requests that have a delta to be taken."""
+        """Return the ids of the streamed requests that have a delta to be taken."""
         return tuple(self._changed)
 
     @property
     def request_ids(self) -> tuple[str, ...]:
-        """The ids of the requests that have not ended."""
+        """Return the ids of the requests that have not ended."""
         return tuple(self._states)
 
     @property
     def streamed_ids(self) -> tuple[str, ...]:
-        """The ids of the streamed requests that have not ended."""
+        """Return the ids of the streamed requests that have not ended."""
         return tuple(key for key, state in self._states.items() if state.is_streamed)
 
     def has_request(self, request_id: str) -> bool:
-        """Return whether a request is registered and has neither ended nor been forgotten."""
         return request_id in self._states
 
     def get_child_ids(self, request_ids: Iterable[str]) -> list[str]:
-        """Return the ids that all completions of these requests have in the core.
-
-        Requests that have ended or are not registered are ignored.
-        """
+        """Return the core's ids of all completions of these requests, without unknown requests."""
         states = (self._states.get(request_id) for request_id in request_ids)
         return [child_id for state in states if state is not None for child_id in state.completions]
 
     def forget(self, request_ids: Sequence[str]) -> None:
-        """Remove requests and their deltas that were not taken.
-
-        Later outputs of the core for these requests are ignored.
-        """
+        """Remove requests and their deltas; later outputs of the core for them are ignored."""
         for child_id in self.get_child_ids(request_ids):
             self._owners.pop(child_id, None)
         for request_id in request_ids:
@@ -133,9 +122,8 @@ class OutputProcessor:
     def process(self, outputs: Sequence[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
         """Take outputs of the core; return requests that ended, and ids that the core must abort.
 
-        Streamed requests are not among those returned. The ids are those of completions that
-        reached a stop string, or that belong to a request with another completion that failed or
-        was aborted.
+        Streamed requests are not returned. The ids are those of completions that reached a stop
+        string, or that belong to a request with another completion that failed or was aborted.
         """
         finished: list[RequestOutput] = []
         stopped: list[str] = []
@@ -163,10 +151,7 @@ class OutputProcessor:
         return finished, stopped
 
     def fail(self, request_id: str, error: RequestError) -> tuple[list[RequestOutput], list[str]]:
-        """End a request with an error, and return the same two lists as `process`.
-
-        Both lists are empty if the request is not registered any more.
-        """
+        """Fail a request, if it has not ended, and return the same two lists as `process`."""
         state = self._states.get(request_id)
         if state is None:
             return [], []
@@ -177,10 +162,7 @@ class OutputProcessor:
         return self._end(state, error=error), stopped
 
     def _end(self, state: _RequestState, *, error: RequestError | None) -> list[RequestOutput]:
-        """End a request, and return a list with its output.
-
-        If the request is streamed, the list is empty, and the output comes with the last delta.
-        """
+        """End a request, and return its output in a list, which is empty if it is streamed."""
         self.forget((state.request.request_id,))
         state.final = self._make_output(state, error)
         if not state.is_streamed:
@@ -189,10 +171,7 @@ class OutputProcessor:
         return []
 
     def take_delta(self, request_id: str) -> RequestDelta | None:
-        """Return what a streamed request generated since the last call, or `None` if nothing.
-
-        The last delta of a request has the whole output as `final`.
-        """
+        """Return what a streamed request generated since the last call, or `None` if nothing."""
         state = self._changed.pop(request_id, None)
         if state is None:
             return None
@@ -209,10 +188,7 @@ class OutputProcessor:
         )
 
     def take_finals(self, request_ids: Collection[str]) -> list[RequestOutput]:
-        """Return the outputs of those of these streamed requests that have ended.
-
-        Deltas of these requests that were not taken before are dropped.
-        """
+        """Return the outputs of these streamed requests that ended; drop the deltas of all."""
         changed = [request_id for request_id in self._changed if request_id in request_ids]
         deltas = [self.take_delta(request_id) for request_id in changed]
         return [delta.final for delta in deltas if delta is not None and delta.final is not None]
@@ -249,8 +225,8 @@ class OutputProcessor:
     ) -> tuple[dict[int, Logprob] | None, ...] | None:
         """Return the log-probabilities of the prompt's tokens, or `None` if not requested.
 
-        The entry of the first token is `None`, because no token precedes it. If the request ended
-        early, only the part that was computed is returned.
+        That of the first token is `None`, because no token precedes it. If the request ended early,
+        only the part that was computed is returned.
         """
         if state.request.sampling_params.prompt_logprobs is None:
             return None
@@ -262,11 +238,7 @@ class OutputProcessor:
 
 
 def _make_error(last: EngineCoreOutput) -> RequestError | None:
-    """Return the error with which a request has failed, or `None` if it has not failed.
-
-    `last` is the core's last output for the request. An error of another class becomes a
-    `RequestError` with the same text.
-    """
+    """Return the error with which a request has failed, or `None` if it has not failed."""
     if last.finish_reason is not FinishReason.ERROR:
         return None
     error = (
@@ -290,9 +262,8 @@ def place_reports(
 ) -> tuple[MediaItemReport, ...]:
     """Return the reports of media items, each with its index and its end in the prompt.
 
-    The end is in tokens, and exclusive. The reports are grouped by modality. The features, which
-    are the same media items, are in the order of the prompt. Within a modality both have the same
-    order.
+    The end is in tokens, and exclusive. The reports are grouped by modality, the features are in
+    the order of the prompt. Within a modality both have the same order.
     """
     places: defaultdict[str, list[int]] = defaultdict(list)
     for mm_index, feature in enumerate(features):

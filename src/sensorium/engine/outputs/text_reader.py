@@ -34,10 +34,7 @@ UNKNOWN = object()  # a stop reason that the sender of the tokens did not give
 
 
 class TextState(msgspec.Struct, frozen=True, array_like=True):
-    """The state from which another `TextReader` can continue the text of a completion.
-
-    It can be sent over the wire, and its size does not grow with the text.
-    """
+    """A state, fit for the wire, from which another `TextReader` can continue a text."""
 
     token_ids: tuple[int, ...] = ()  # the last tokens
     num_read: int = 0  # how many of `token_ids` have given their text, from the first
@@ -62,8 +59,8 @@ class TextReader:
     """A reader that turns the token ids of one completion into text, up to a stop string.
 
     It begins after a prompt's tokens (the last few are enough), or continues from the `state` of an
-    earlier reader. `eos_token_ids` are the end-of-sequence tokens, which have no text. If none are
-    given, they are unknown, and the last token of a text that has stopped counts as one.
+    earlier reader. End-of-sequence tokens have no text. If no `eos_token_ids` are given, the last
+    token of a text that has stopped counts as one.
     """
 
     def __init__(
@@ -90,7 +87,7 @@ class TextReader:
 
     @property
     def text(self) -> str:
-        """The text that this reader has so far, cut at a stop string."""
+        """Return the text so far, cut at a stop string."""
         return self._text[: self._text_end]
 
     def add(
@@ -145,9 +142,9 @@ class TextReader:
         self._text += self._detokenizer.finish()
 
     def take_text(self, *, is_last: bool = False) -> str:
-        """Return the text since the last call, without an end that may begin a stop string.
+        """Return the text since the last call.
 
-        With `is_last` no text follows, so that this end is returned too.
+        Unless it `is_last`, an end that may begin a stop string is held back.
         """
         text = self.text
         end = len(text) - (0 if is_last else count_held_back(text, self._params.stop))
@@ -155,11 +152,7 @@ class TextReader:
         return new
 
     def save(self) -> TextState:
-        """Return the state from which another reader can continue.
-
-        The state has only the end of the text, in which a stop string may have begun. It has no
-        text at all if the text has ended.
-        """
+        """Return the state to continue from, which has no text if the text has ended."""
         if self.is_ended:
             return TextState(num_tokens=self._num_tokens, is_ended=True)
         token_ids, num_read = self._detokenizer.save()
@@ -176,8 +169,7 @@ class TextReader:
     def _is_closing(self, token_id: int, stop_reason: object) -> bool:
         """Return whether the last token only ends the text, so that its own text is left out.
 
-        `stop_reason` is that of `add`. If a grammar ends the text, the last token is a part of the
-        text.
+        If a grammar ends the text, the last token is a part of the text.
         """
         if stop_reason is UNKNOWN:
             is_stop = token_id in self._params.stop_token_ids or not self._eos_token_ids
@@ -210,7 +202,7 @@ class Detokenizer:
     A token's text depends on its neighbours (bytes of one character, leading spaces). So the last
     tokens are decoded together with those before them, and the text of the earlier ones is cut off.
 
-    It continues after `token_ids`. The text of the first `num_read` of them was returned before.
+    It continues after `token_ids`; the text of the first `num_read` of them was returned before.
     Special tokens have no text, unless `skip_special_tokens` is false or `kept_special_token_ids`
     has them.
     """
@@ -255,8 +247,8 @@ class Detokenizer:
     def save(self) -> tuple[tuple[int, ...], int]:
         """Return the `token_ids` and the `num_read` from which another detokenizer can continue.
 
-        These are the last tokens, and how many of them have already given their text. Tokens that
-        never have text are left out, so that the number of tokens does not grow with the answer.
+        Tokens that never have text are left out, so that the number of tokens does not grow with
+        the answer.
         """
         read = self._list_with_text(self._prefix_start, self._read_end)
         return (*read, *self._list_with_text(self._read_end, len(self._token_ids))), len(read)
@@ -296,11 +288,10 @@ def get_special_token_ids(tokenizer: Any) -> frozenset[int]:
 
 
 def find_stop(text: str, stop: Sequence[str], *, num_new_characters: int) -> tuple[str, int] | None:
-    """Return the stop string that ends first in the new characters, and the index where it begins.
+    """Return the stop string that ends first in the new characters and where it begins, or `None`.
 
-    The last `num_new_characters` of `text` are new. Return `None` if no stop string ends in them.
-    If several stop strings end at the same place, the longest one is returned, so that the result
-    does not depend on how tokens divide the text.
+    The last `num_new_characters` of `text` are new. If several stop strings end at the same place,
+    the longest one is returned, so that the result does not depend on how tokens divide the text.
     """
     found = []
     for candidate in stop:

@@ -1,1 +1,1 @@
-"""Runs transcripts: gives the windows of sounds to an engine, as the rules of `speech` ask."""
+"""Runs transcripts: gives windows of audio to an engine, as the rules of `speech` ask."""

@@ -1,8 +1,7 @@
-"""A sound that is being transcribed: its features, and the prompts of its windows.
+"""Audio that is being transcribed: its features, and the prompts of its windows.
 
-The features of the whole sound are computed once and are in a cache, under the hash of the sound.
-A window is a part of them. Its name is that hash and its place, so that the encoder's output of a
-window is found again when the same sound comes again.
+The features are computed once, and cached under the hash of the audio. A window's name is that hash
+and its place, so the encoder's output is found again when the same audio comes again.
 """
 
 from __future__ import annotations
@@ -35,41 +34,36 @@ _MODALITY = "audio"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScope:
-    """What all prompts of a transcript have in common: who shares caches with it, and its rank."""
+    """What all prompts of a transcript share: the scope of caches, and the priority."""
 
     cache_salt: str | None = None
     priority: int = 0
 
 
 class AudioSource(Protocol):
-    """A sound that is open for one transcript, and makes the prompts of its windows."""
+    """Audio that is open for one transcript, and makes the prompts of its windows."""
 
     @property
     def duration_s(self) -> float: ...
 
     @property
     def num_frames(self) -> int:
-        """The number of frames in which the rules of its model count."""
+        """Return the number of frames, in the unit of the model's rules."""
         ...
 
-    def make_prompt(self, request: WindowRequest) -> Prompt:
-        """Return the prompt with which the engine decodes a window."""
-        ...
+    def make_prompt(self, request: WindowRequest) -> Prompt: ...
 
     def restore_pausing(self, cancelled: Future[None] | None = None, /) -> Pausing[None]:
-        """Get what the prompts need again, because a prompt named media that no cache has.
-
-        The generator pauses for media as `MediaPipeline.process_pausing` does.
-        """
+        """Get what the prompts need again, after one of them named media that no cache has."""
         ...
 
     def release(self) -> None:
-        """Release what the sound holds in caches. This is called once."""
+        """Release the caches' references. This is called once."""
         ...
 
 
 class WholeAudio:
-    """The features of one sound, from which the windows of its transcript are cut."""
+    """The features of one audio item, from which the windows of its transcript are cut."""
 
     def __init__(
         self,
@@ -80,7 +74,7 @@ class WholeAudio:
     ) -> None:
         kwargs = item.handle.kwargs
         if kwargs is None:
-            raise InvariantError(f"sound {item.handle.mm_hash} has no features")
+            raise InvariantError(f"audio {item.handle.mm_hash} has no features")
         self._item = item
         self._pipeline = pipeline
         self._mm_hash = item.handle.mm_hash
@@ -96,25 +90,22 @@ class WholeAudio:
 
     @property
     def num_frames(self) -> int:
-        """The number of frames without the padding of a short sound."""
+        """Return the number of frames without the padding of short audio."""
         num_frames = math.ceil(self._num_samples / self._processor.samples_per_frame)
         return min(num_frames, self._features.shape[-1])
 
     @property
     def num_positions(self) -> int:
-        """The number of positions of the whole sound."""
         return self._processor.count_positions(self._kwargs)
 
     def get_samples(self) -> npt.NDArray[np.float32]:
-        """Return the samples of a sound for a model that takes them as they are."""
+        """Return the samples, for a model that takes them unprocessed."""
         return self._features[0].numpy()
 
     def get_pieces(self) -> list[Piece]:
-        """Return the pieces of a sound that its processor has cut, with their rows of features."""
         return [Piece(*map(int, row)) for row in self._kwargs[PIECES]]
 
     def make_prompt(self, request: WindowRequest) -> RenderedPrompt:
-        """Return the prompt with which the engine decodes a window."""
         window = self._processor.cut_window(self._kwargs, request.first_frame, request.num_frames)
         num_positions = self._processor.count_positions(window)
         prompt: RenderedPrompt = {
@@ -137,7 +128,7 @@ class WholeAudio:
 
 
 class WithAudioProcessor:
-    """A base of models that process a sound as a whole, before windows are cut out of it."""
+    """A base of models that process audio as a whole, before windows are cut out of it."""
 
     __slots__ = ()
     processor: AudioProcessor
@@ -150,7 +141,7 @@ class WithAudioProcessor:
         scope: PromptScope,
         cancelled: Future[None] | None = None,
     ) -> Pausing[WholeAudio]:
-        """Compute the features of a whole sound, and return it. The caller has to release it."""
+        """Compute the features of an audio item. The caller has to release the result."""
         options = ProcessingOptions(cache_salt=scope.cache_salt)
         (processed,) = yield from pipeline.process_pausing([item], options, cancelled=cancelled)
         return WholeAudio(processed, self.processor, scope, pipeline)
@@ -180,7 +171,6 @@ def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParam
 
 
 def read_result(output: RequestOutput) -> WindowResult:
-    """Return what the engine has found in a window."""
     (completion,) = output.outputs
     found = output.speech
     if found is not None and found.frames is not None:

@@ -1,6 +1,6 @@
-"""Transcribes sounds with an engine in the same process, all of one call together.
+"""Transcribes audio with an engine in the same process, all items of one call together.
 
-A sound that fails costs the others nothing: its transcript has the error.
+An item that fails costs the others nothing: its transcript has the error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sensorium.types.sampling import SamplingParams
 from sensorium.utils.pausing import run_through
 
 _MODALITY = "audio"
-_MAX_BEGIN_S = 1.0  # the time for which sounds are decoded between two steps
+_MAX_BEGIN_S = 1.0  # the time for which audio is decoded between two steps
 
 
 class TranscribeKwargs(TypedDict, total=False):
@@ -51,7 +51,7 @@ class TranscribeKwargs(TypedDict, total=False):
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """A transcript that has begun: its sound, and the rules that ask for windows of it."""
+    """A transcript that has begun: its audio, and the rules that ask for windows of it."""
 
     index: int
     audio: AudioSource
@@ -73,9 +73,8 @@ class _Running:
 class TranscriptBatch:
     """The transcripts of one call, in one process.
 
-    `add` gives a prompt to the engine and returns the id of its request. `step` is given the ids of
-    all requests of this batch, computes a step of the engine if none of them has ended, and returns
-    the outputs of those that have. `abort` ends requests that are no longer wanted.
+    `add` gives a prompt to the engine and returns a request id. `step` computes a step, unless one
+    of the given requests has ended already, and returns the outputs of those that have.
     """
 
     def __init__(
@@ -100,15 +99,15 @@ class TranscriptBatch:
         self._running: dict[str, tuple[_Running, int]] = {}
 
     def run(self, audios: Sequence[Any]) -> Generator[TranscriptDelta, None, None]:
-        """Transcribe all sounds together, and yield what is new as soon as it is final.
+        """Transcribe all audio together, and yield what is new as soon as it is final.
 
-        Each sound has exactly one delta with a `final`, which has the error if the sound failed. A
-        sound is the path of a file, an address, the bytes of a file, or samples with their rate.
+        Each item has exactly one delta with a `final`, which has the error if the item failed. An
+        item is the path of a file, an address, the bytes of a file, or samples with their rate.
         """
         todo = deque(enumerate(audios))
         try:
             while todo or self._running:
-                # Many sounds begin together, so that their windows share steps. But the text of
+                # Many items begin together, so that their windows share steps. But the text of
                 # the first ones must not wait until hundreds of long ones are decoded.
                 deadline = time.monotonic() + _MAX_BEGIN_S
                 while todo and len(self._running) < self._max_running:
@@ -126,7 +125,7 @@ class TranscriptBatch:
     def _begin(self, index: int, audio: Any) -> TranscriptDelta:
         try:
             running = self._start(index, audio)
-        except Exception as error:  # a bug fails this sound only, not the others of the call
+        except Exception as error:  # a bug fails this item only, not the others of the call
             final = self._make_failed(index, error)
             return TranscriptDelta(index=index, final=final)
         return self._advance(running, None)
@@ -153,7 +152,7 @@ class TranscriptBatch:
         return None if due is None else self._advance(running, due)
 
     def _advance(self, running: _Running, output: RequestOutput | None) -> TranscriptDelta:
-        """Go on with a transcript up to a window without a result, and return what is new."""
+        """Continue a transcript up to a window without a result, and return what is new."""
         num_before, final = len(running.segments), None
         try:
             step = running.rules.send(_read_result(output))
@@ -168,7 +167,7 @@ class TranscriptBatch:
             self._end(running)
             final = end.value
             running.done_s = running.audio.duration_s
-        except Exception as error:  # a bug fails this sound only, not the others of the call
+        except Exception as error:  # a bug fails this item only, not the others of the call
             self._end(running)
             final = self._make_failed(running.index, error, running)
         except BaseException:
@@ -177,10 +176,7 @@ class TranscriptBatch:
         return _make_delta(running, running.segments[num_before:], final)
 
     def _ask(self, running: _Running, request: WindowRequest) -> RequestOutput | None:
-        """Give a window and those that follow it to the engine.
-
-        Return the output of the window if it has ended already.
-        """
+        """Submit a window and those that follow it; return its output if it has ended already."""
         for each in (request, *request.following):
             if each.first_frame not in running.asked_frames:
                 running.asked_frames.add(each.first_frame)
@@ -210,7 +206,6 @@ class TranscriptBatch:
     def _make_failed(
         self, index: int, error: Exception, running: _Running | None = None
     ) -> Transcript:
-        """Return the transcript of a sound that failed, with what was written down of it."""
         segments = () if running is None else tuple(running.segments)
         return Transcript(
             text="".join(segment.text for segment in segments).strip(),
@@ -219,12 +214,12 @@ class TranscriptBatch:
             duration_s=0.0 if running is None else running.audio.duration_s,
             segments=segments,
             usage=SpeechUsage(),
-            error=make_failure(error, f"sound {index}"),
+            error=make_failure(error, f"audio {index}"),
         )
 
 
 def _read(audio: Any) -> Any:
-    """Return the bytes of a sound that is given as the path of a file; others stay as they are."""
+    """Return the bytes of audio that is given as the path of a file; others are unchanged."""
     is_address = isinstance(audio, str) and (":" in audio[:8] and not Path(audio).exists())
     if is_address or not isinstance(audio, str | os.PathLike):
         return audio
@@ -257,17 +252,14 @@ def _make_delta(
 
 
 class AudioProgress:
-    """A progress bar that counts seconds of sound.
-
-    The length of a sound is known when it begins, so the bar becomes longer with each that does.
-    """
+    """A progress bar in seconds of audio, which grows as the lengths of items become known."""
 
     def __init__(self, bar: tqdm[Any]) -> None:
         self._bar = bar
         self._times: dict[int, tuple[float, float]] = {}  # index -> seconds done, and all seconds
 
     def add(self, delta: TranscriptDelta) -> None:
-        """Draw the bar anew with what is new in a transcript. A sound that failed is done."""
+        # An item that failed is done.
         done_s = delta.done_s if delta.final is None else delta.duration_s
         self._times[delta.index] = (done_s, delta.duration_s)
         self._bar.total = round(sum(duration_s for _, duration_s in self._times.values()))
@@ -275,7 +267,7 @@ class AudioProgress:
 
 
 def finish_transcripts(deltas: Iterable[TranscriptDelta], *, use_tqdm: bool) -> list[Transcript]:
-    """Run transcripts to their end, and return them in the order of their sounds."""
+    """Run transcripts to their end, and return them in the order of their items."""
     finals: dict[int, Transcript] = {}
     with tqdm(disable=not use_tqdm, unit="s", desc="transcribe") as bar:
         progress = AudioProgress(bar)
@@ -287,10 +279,7 @@ def finish_transcripts(deltas: Iterable[TranscriptDelta], *, use_tqdm: bool) -> 
 
 
 def make_options(given: Mapping[str, Any], model: SpeechModel[Any]) -> SpeechOptions:
-    """Return the options of a call.
-
-    Raise a `RequestError` that names an option that is unknown, or that the model can't follow.
-    """
+    """Return the options of a call, or raise a `RequestError` that names an invalid one."""
     unknown = sorted(set(given) - set(TranscribeKwargs.__annotations__))
     if unknown:
         known = ", ".join(TranscribeKwargs.__annotations__)
@@ -309,7 +298,6 @@ def make_options(given: Mapping[str, Any], model: SpeechModel[Any]) -> SpeechOpt
 
 
 def _check_values(options: SpeechOptions) -> None:
-    """Raise a `RequestError` that names an option with a value that no model can take."""
     for name, text in (("prompt", options.prompt), ("language", options.language or "")):
         if not isinstance(text, str) or any("\ud800" <= each <= "\udfff" for each in text):
             raise RequestError("must be a text of Unicode characters", path=(name,))

@@ -1,9 +1,9 @@
-"""Transcripts by models that chat: each piece of a sound is a prompt of the normal engine.
+"""Transcripts by chat models: each piece of the audio is a prompt of the normal engine.
 
 A file is decoded once, by the pool that processes all media, and cut where it is quiet. A piece is
-a media item whose uuid is the file's digest and its place. The table of a file's pieces is
-remembered. So the same file again is neither decoded nor cut: its prompts name their pieces alone,
-and the caches have the rest. If a cache has lost a piece, the file is decoded again.
+a media item with the file's digest and its place as its uuid. The table of a file's pieces is kept.
+So the same file again is neither decoded nor cut: its prompts name only their pieces, and the
+caches have the rest. If a cache has lost a piece, the file is decoded again.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from sensorium.utils.silences import Samples, find_cuts
 logger = logging.getLogger(__name__)
 _MODALITY = "audio"
 _SCOPE = "pieces of transcripts"  # of uuids; those of clients are digests, and never equal it
-_MAX_TABLES = 1024  # files whose pieces are remembered
+_MAX_TABLES = 1024  # files with a table of pieces
 _TOKENS_PER_S = 16  # more than any language needs; a text with more repeats itself
 _MIN_TOKENS = 32
 _TAG = re.compile(r"<\|[a-z]{2,3}\|>")  # the token of a language
 
-Cuts = tuple[tuple[int, int], ...]  # the pieces [start, end) of a sound, in samples
+Cuts = tuple[tuple[int, int], ...]  # the pieces [start, end) of the audio, in samples
 
 
 class PiecedAudio:
-    """A sound with known pieces. It has its samples only if it had to be decoded."""
+    """Audio with known pieces. It has its samples only if it had to be decoded."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PiecedAudio:
         self._pipeline = pipeline
         self._decoded = decoded  # None: prompts name their pieces, which caches should have
         self._is_released = False
-        self._lock = Lock()  # a thread may still decode when the sound is released
+        self._lock = Lock()  # a thread may still decode when the audio is released
 
     @property
     def duration_s(self) -> float:
@@ -77,7 +77,6 @@ class PiecedAudio:
         return self.cuts[-1][1]
 
     def make_prompt(self, request: WindowRequest) -> TextPrompt:
-        """Return the prompt with which the engine writes down a piece."""
         start, end = request.first_frame, request.first_frame + request.num_frames
         piece = None if self._decoded is None else get_samples(self._decoded)[start:end]
         prompt: TextPrompt = {
@@ -92,7 +91,6 @@ class PiecedAudio:
         return prompt
 
     def restore_pausing(self, cancelled: Future[None] | None = None, /) -> Pausing[None]:
-        """Decode the sound again, because no cache has one of its pieces."""
         if self._decoded is not None:
             return
         decoded = yield from decode_pausing(
@@ -118,27 +116,24 @@ def decode_pausing(
     scope: PromptScope,
     cancelled: Future[None] | None = None,
 ) -> Pausing[CachedItem]:
-    """Decode a sound under the limits on all media, and return it with its samples."""
+    """Decode audio under the limits on all media, and return it with its samples."""
     options = ProcessingOptions(cache_salt=scope.cache_salt, is_decoded_only=True)
     (decoded,) = yield from pipeline.process_pausing([item], options, cancelled=cancelled)
     return decoded
 
 
 def get_samples(decoded: CachedItem) -> Samples:
-    """Return the samples of a decoded sound, which is still held."""
+    """Return the samples of decoded audio, which is still held."""
     kwargs = decoded.handle.kwargs
     if kwargs is None:
-        raise InvariantError(f"sound {decoded.handle.mm_hash} has no samples")
+        raise InvariantError(f"audio {decoded.handle.mm_hash} has no samples")
     samples: Samples = kwargs[SAMPLES].numpy()
     return samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSpeechModel:
-    """A model that chats about sounds, and is asked to write down what is said in them.
-
-    Its segments are the pieces that a long sound is cut into, so their times are coarse.
-    """
+    """A chat model that is asked to transcribe. Its segments are pieces: times are coarse."""
 
     processor: MultiModalProcessor
     renderer: ChatRenderer
@@ -165,7 +160,7 @@ class ChatSpeechModel:
         scope: PromptScope,
         cancelled: Future[None] | None = None,
     ) -> Pausing[PiecedAudio]:
-        """Return a sound with its pieces. It is decoded only if its pieces are not known."""
+        """Return audio with its pieces. It is decoded only if its pieces are not known."""
         item, digest = yield from pipeline.identify_pausing(item, cancelled=cancelled)
         key, decoded, rate = (digest, scope.cache_salt), None, self._get_rate()
         cuts = self.tables.get(key)
@@ -210,14 +205,13 @@ class ChatSpeechModel:
     def _get_rate(self) -> int:
         rate = self.processor.sampling_rate
         if rate is None:
-            raise InvariantError("a model that takes sounds has no sampling rate")
+            raise InvariantError("a model that takes audio has no sampling rate")
         return rate
 
     def render(self, options: SpeechOptions) -> tuple[int, ...]:
-        """Return the token ids of the prompt, with one marker for the sound.
+        """Return the token ids of the prompt, with one marker for the audio.
 
-        Raise a `RequestError` if the model does not take one of the options, or if it has no chat
-        template.
+        Raise a `RequestError` if the model lacks one of the options, or a chat template.
         """
         if options.task == "transcribe":
             language = self.instruction.find_language(options)
@@ -281,10 +275,7 @@ def read_chat_model(
     folder: str,
     chat_template: str | None,
 ) -> ChatSpeechModel | None:
-    """Return a model that chats about sounds, or `None` if it takes none or has no chat template.
-
-    `folder` is the name of the folder of its checkpoint.
-    """
+    """Return a chat model, or `None` if it takes no audio or has no chat template."""
     if _MODALITY not in processor.modalities:
         return None
     instruction = find_instruction(model_type, folder)
@@ -299,7 +290,7 @@ def read_chat_model(
     try:
         model.render(SpeechOptions())
     except RequestError as error:
-        logger.info("this model takes sounds, but can't be asked to transcribe: %s", error)
+        logger.info("this model takes audio, but can't be asked to transcribe: %s", error)
         return None
     return model
 

@@ -19,7 +19,7 @@ from sensorium.types.errors import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CtcTransducerSpeech(WithAudioProcessor):
-    """A model that finds tokens in the frames of a sound, and takes nothing but the sound."""
+    """A model that finds tokens in the frames of audio, and takes nothing but audio."""
 
     processor: CtcTransducerProcessor
     rules: FrameRules
@@ -45,10 +45,8 @@ class CtcTransducerSpeech(WithAudioProcessor):
 def read_ctc_transducer(
     processor: CtcTransducerProcessor, tokenizer: Any, config: PretrainedConfig
 ) -> CtcTransducerSpeech:
-    """Return what a recogniser can transcribe."""
-
     def decode(token_ids: Sequence[int]) -> str:
-        # Equal tokens were heard twice if they come twice, because they are collapsed already.
+        # Tokens are collapsed already: two equal ones were said twice.
         text: str = tokenizer.decode(list(token_ids), skip_special_tokens=True, group_tokens=False)
         return text
 

@@ -1,9 +1,9 @@
-"""Live sessions of models that transcribe whole sounds: turn by turn, as voices fall silent.
+"""Live sessions of models that transcribe whole audio: turn by turn, as voices fall silent.
 
-Back-pressure: a session holds the sound of the turn that is spoken, and of turns that wait for the
-transcriber. While more than `MAX_WAITING_S` seconds wait, `append` does not return, and its caller
-reads no more from the client. The transcriber works on one turn of a session at a time, so events
-of items come in the order of the items.
+Back-pressure: a session holds the audio of the current turn and of queued turns. While more than
+`MAX_WAITING_S` seconds wait, `append` does not return, and its caller reads no more from the
+client. The transcriber works on one turn of a session at a time, so events of items come in the
+order of the items.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MS_PER_S = 1000
 
 
 class AudioTranscriber(Protocol):
-    """A transcriber of whole sounds, such as `AsyncTranscriber`."""
+    """A transcriber of whole audio, such as `AsyncTranscriber`."""
 
     def check(self, options: SpeechOptions) -> None:
         """Raise a `RequestError` if the model can't do what the options ask for."""
@@ -63,14 +63,14 @@ class AudioTranscriber(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Flush:
-    """A mark behind the turns that a flush waits for."""
+    """Marks where a flush was requested, in the queue of turns."""
 
     audio_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Turn:
-    """A turn that waits for the transcriber."""
+    """A queued turn of a session."""
 
     item_id: str
     samples: Samples
@@ -105,7 +105,7 @@ class EventQueue:
 
 
 class TurnSource:
-    """A `LiveSource` over a transcriber of whole sounds."""
+    """A `LiveSource` over a transcriber of whole audio."""
 
     is_streaming = False
 
@@ -119,7 +119,6 @@ class TurnSource:
         self._make_detector = make_detector
 
     def check(self, options: LiveOptions) -> None:
-        """Raise a `RequestError` if the model can't do what the options ask for."""
         if options.delay_ms is not None:
             raise RequestError(
                 "is not supported by this model, which transcribes turn by turn: leave it out",
@@ -208,7 +207,6 @@ class TurnSession(EventQueue):
         await self._commit(event)
 
     async def _commit(self, turn: TurnEnded) -> None:
-        """Give a turn to the transcriber."""
         item_id = self._item_id or make_item_id()
         self._item_id = None
         await self.put(Committed(item_id, self._previous_id))
@@ -227,7 +225,6 @@ class TurnSession(EventQueue):
             self._has_room.set()
 
     async def _work(self) -> None:
-        """Transcribe the turns, one after the other."""
         while True:
             entry = await self._turns.get()
             if isinstance(entry, _Flush):
@@ -269,7 +266,6 @@ class TurnSession(EventQueue):
 
 
 def _make_speech_options(options: LiveOptions) -> SpeechOptions:
-    """Return the options with which each turn of a session is transcribed."""
     return SpeechOptions(
         language=options.language, prompt=options.prompt, needs_logprobs=options.needs_logprobs
     )

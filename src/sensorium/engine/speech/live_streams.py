@@ -1,8 +1,8 @@
-"""Live sessions of models that hear a sound while it goes on: text comes while an item is spoken.
+"""Live sessions of streaming models: the text of an item comes while it is spoken.
 
-Each item is one request of the engine, which grows with its sound. With turn detection an item is
+Each item is one request of the engine, which grows with its audio. With turn detection an item is
 what is said between two silences, and the silences are not sent to the model. Without it an item
-goes on until it is committed, for hours if need be.
+continues until it is committed, for hours if need be.
 
 Back-pressure: while more than `MAX_WAITING_S` seconds were sent to the engine and have no text yet,
 `append` does not return, and its caller reads no more from the client.
@@ -56,14 +56,14 @@ _MS_PER_S = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Flush:
-    """A mark behind the items that a flush waits for."""
+    """Marks where a flush was requested, in the queue of items."""
 
     audio_s: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Item:
-    """What is said until the next commit, and the request that writes it down."""
+    """What is said until the next commit, and the request that transcribes it."""
 
     item_id: str
     request: AudioRequest
@@ -72,7 +72,7 @@ class _Item:
     num_samples: int = 0
     num_positions: int = 0  # that were sent to the engine
     num_tokens: int = 0  # that came back
-    ended: float | None = None  # when its sound was complete
+    ended: float | None = None  # when its audio was complete
     audio_s: float = 0.0  # since the item before, with the silence between them
     is_committed: bool = False
     is_dropped: bool = False
@@ -82,12 +82,12 @@ class _Item:
 
     @property
     def num_waiting(self) -> int:
-        """The number of positions without a token. The last token of the prompt gets the first."""
+        """Return the positions without a token. The prompt's last token gets the first one."""
         return max(0, self.num_positions + 1 - self.num_prompt_tokens - self.num_tokens)
 
 
 class StreamSource:
-    """A `LiveSource` over an engine with a model that takes sounds while they go on."""
+    """A `LiveSource` over an engine with a streaming model."""
 
     is_streaming = True
 
@@ -103,7 +103,6 @@ class StreamSource:
         self._make_detector = make_detector
 
     def check(self, options: LiveOptions) -> None:
-        """Raise a `RequestError` if the model can't do what the options ask for."""
         self._model.check(SpeechOptions(language=options.language, prompt=options.prompt))
         if options.delay_ms is not None:
             try:
@@ -198,7 +197,7 @@ class StreamSession(EventQueue):
         for item in self._unread:
             item.request.close()
 
-    # ---- the sound of an item
+    # ---- the audio of an item
 
     async def _take(self, event: TurnEvent) -> None:
         """Begin or end an item, because a turn begins or ends by detection."""
@@ -216,13 +215,12 @@ class StreamSession(EventQueue):
             await self._end(self._item, event)
 
     async def _begin(self, item_id: str) -> _Item:
-        """Start the request of an item."""
         options, processor = self._options, self._model.processor
         request = await self._engine.open_audio(
             SamplingParams(
                 temperature=0.0,
                 max_tokens=None,
-                ignore_eos=True,  # the sound decides when it ends
+                ignore_eos=True,  # the audio decides when it ends
                 logprobs=0 if options.needs_logprobs else None,
             ),
             request_id=f"realtime-{uuid.uuid4().hex}",
@@ -246,13 +244,13 @@ class StreamSession(EventQueue):
         self._look_for_room()
 
     async def _complete(self, item: _Item) -> None:
-        """End an item now, with all its sound that the detector holds back."""
+        """End an item now, with all its audio that the detector holds back."""
         if self._buffer.is_detecting:
             self._feed(item, self._buffer.take(is_last=True))
         await self._end(item)
 
     async def _end(self, item: _Item, turn: TurnEnded | None = None) -> None:
-        """End the sound of an item. Its text follows."""
+        """End the audio of an item. Its text follows."""
         self._item = None
         item.num_positions += item.request.end()
         end = self._num_samples if turn is None else turn.end
@@ -267,7 +265,7 @@ class StreamSession(EventQueue):
             self._previous_id = item.item_id
 
     def _drop(self) -> None:
-        """Forget the item that is spoken, with its text."""
+        """Discard the item that is spoken, with its text."""
         item, self._item = self._item, None
         if item is None:
             return
@@ -285,7 +283,6 @@ class StreamSession(EventQueue):
     # ---- the text of items
 
     async def _read(self) -> None:
-        """Read the texts of the items, one after the other."""
         while True:
             entry = await self._items.get()
             if isinstance(entry, _Flush):
@@ -336,13 +333,12 @@ class StreamSession(EventQueue):
         )
 
     async def _finish(self, item: _Item, reason: FinishReason | None) -> None:
-        """Send the end of an item."""
         await self._announce(item)
         duration_s = item.num_samples / RATE
         if reason is FinishReason.LENGTH:
             written_s = item.num_tokens * self._model.processor.token_ms / _MS_PER_S
             error = RequestError(
-                f"the model's context is full: {written_s:g} s of this item are written down, and "
+                f"the model's context is full: {written_s:g} s of this item are transcribed, and "
                 "the rest of it is lost. Commit more often, or start the server with a larger "
                 "--max-model-len if the model has room for it"
             )

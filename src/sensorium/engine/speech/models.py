@@ -68,10 +68,8 @@ class TextTokens:
 
 @cache
 def _make_byte_table() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for.
-
-    Bytes that Latin-1 prints stand for themselves. The others have the characters from 256 on.
-    """
+    """Return the byte that each character of a byte-level vocabulary stands for."""
+    # Bytes that Latin-1 prints stand for themselves. The others have the characters from 256 on.
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printed]
     table = {chr(byte): byte for byte in printed}
@@ -98,10 +96,9 @@ class SpeechModel(Protocol[_Audio]):
         scope: PromptScope,
         cancelled: Future[None] | None = None,
     ) -> Pausing[_Audio]:
-        """Return a sound that is ready to be transcribed. The caller has to release it.
+        """Return audio that is ready to be transcribed. The caller has to release it.
 
-        `pipeline` does not serve the core. The generator pauses while the sound is fetched. Raise a
-        `RequestError` if the sound can't be decoded.
+        `pipeline` does not serve the core. Raise a `RequestError` if the audio can't be decoded.
         """
         ...
 
@@ -110,16 +107,13 @@ class SpeechModel(Protocol[_Audio]):
         ...
 
     def start(self, audio: _Audio, options: SpeechOptions) -> Transcription:
-        """Return the rules of one transcript, as a generator.
-
-        Raise a `RequestError` if the model can't do what the options ask for.
-        """
+        """Return the rules of one transcript. Raise a `RequestError` as `check` does."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhisperModel(WithAudioProcessor):
-    """A Whisper: its processor for sounds, its tokens and its settings."""
+    """A Whisper: its processor for audio, its tokens and its settings."""
 
     processor: AudioProcessor
     tokenizer: TextTokens
@@ -151,10 +145,7 @@ class WhisperModel(WithAudioProcessor):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceModel(WithAudioProcessor):
-    """A model that writes down one short sound at a time, such as Moonshine.
-
-    Its segments are the pieces that a long sound is cut into, so their times are coarse.
-    """
+    """A model that transcribes one short clip at a time, such as Moonshine. Times are coarse."""
 
     processor: AudioProcessor
     tokenizer: TextTokens
@@ -190,16 +181,13 @@ class PieceModel(WithAudioProcessor):
 def read_speech_model(
     frontend: Frontend, *, chat_template: str | None = None
 ) -> SpeechModel[Any] | None:
-    """Return what a model can transcribe, or `None` if it can't.
-
-    `chat_template` is the text of a template to use instead of the model's.
-    """
+    """Return what a model can transcribe, or `None`; `chat_template` replaces the model's own."""
     processor, config = frontend.processor, frontend.checkpoint.hf_config
     directory = frontend.checkpoint.directory
-    if isinstance(processor.beside, CtcTransducerProcessor):
-        return read_ctc_transducer(processor.beside, processor.tokenizer, config)
+    if isinstance(processor.outside_audio, CtcTransducerProcessor):
+        return read_ctc_transducer(processor.outside_audio, processor.tokenizer, config)
     tokenizer = TextTokens(processor.tokenizer)
-    if processor.beside is None:
+    if processor.outside_audio is None:
         return read_chat_model(
             processor,
             tokenizer,
@@ -207,16 +195,16 @@ def read_speech_model(
             folder=directory.name,
             chat_template=chat_template,
         )
-    if isinstance(processor.beside, StreamingAudioProcessor):
+    if isinstance(processor.outside_audio, StreamingAudioProcessor):
         return StreamedModel(
-            processor=processor.beside,
+            processor=processor.outside_audio,
             tokenizer=tokenizer,
             silent_ids=frozenset(processor.tokenizer.all_special_ids),
         )
     generation: Mapping[str, Any] = read_json(directory / "generation_config.json")
     if config.model_type == "whisper":
         return WhisperModel(
-            processor=processor.beside,
+            processor=processor.outside_audio,
             tokenizer=tokenizer,
             tokens=read_whisper_tokens(
                 generation, config.to_dict(), tokenizer, load_bans(str(directory))
@@ -226,7 +214,7 @@ def read_speech_model(
         )
     end = generation.get("eos_token_id", config.eos_token_id)
     return PieceModel(
-        processor=processor.beside,
+        processor=processor.outside_audio,
         tokenizer=tokenizer,
         end_ids=frozenset(end if isinstance(end, list) else [end]),
         max_positions=config.max_position_embeddings,

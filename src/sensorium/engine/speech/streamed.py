@@ -1,4 +1,4 @@
-"""What models that hear sounds while they go on can transcribe, such as Voxtral-Realtime."""
+"""What streaming models can transcribe of whole files, such as Voxtral-Realtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sensorium.speech.windows import Transcription, WindowRequest, WindowResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedModel(WithAudioProcessor):
-    """A model that writes down a sound of any length as one text, without times."""
+    """A model that transcribes audio of any length as one text, without times."""
 
     processor: StreamingAudioProcessor
     tokenizer: SpeechTokenizer
@@ -29,7 +29,7 @@ class StreamedModel(WithAudioProcessor):
         check_audio_alone(options)
 
     def start(self, audio: WholeAudio, options: SpeechOptions) -> Transcription:
-        """Return the rules of one transcript: the whole sound is one window and one segment."""
+        """Return the rules of one transcript: all audio is one window and one segment."""
         self.check(options)
         rate = self.processor.sampling_rate
         num_positions = audio.num_positions

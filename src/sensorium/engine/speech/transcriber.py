@@ -1,4 +1,4 @@
-"""Transcribes sounds with an engine that serves many requests at once."""
+"""Transcribes audio with an engine that serves many requests at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MODALITY = "audio"
 
 
 class AsyncTranscriber:
-    """A transcriber of sounds for one frontend. It runs any number of transcripts at a time.
+    """A transcriber for one frontend, which runs any number of transcripts at a time.
 
-    The windows of a sound run one after the other if each depends on the text before it, and some
-    at a time otherwise. Those of different sounds are computed together.
+    The windows of one run one after the other if each depends on the text before it, and some at a
+    time otherwise. Those of different transcripts are computed together.
     """
 
     def __init__(self, engine: AsyncEngine, model: SpeechModel[Any]) -> None:
@@ -47,7 +47,6 @@ class AsyncTranscriber:
         return self._model.has_words
 
     def check(self, options: SpeechOptions) -> None:
-        """Raise a `RequestError` if the model can't do what the options ask for."""
         self._model.check(options)
 
     async def transcribe(
@@ -58,10 +57,10 @@ class AsyncTranscriber:
         request_id: str,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[Segment | Transcript, None]:
-        """Yield the segments of a sound as soon as they are final, and then the whole transcript.
+        """Yield the segments as soon as they are final, and then the whole transcript.
 
-        `media` are the bytes of a file. Raise a `RequestError` if it has no sound that can be
-        decoded, or if the model can't do what the options ask for. Closing the generator aborts the
+        `media` are the bytes of a file. Raise a `RequestError` if it has no audio that can be
+        decoded, or if the model can't follow the options. Closing the generator aborts the
         transcript.
         """
         audio = await self._open(media, PromptScope(cache_salt=cache_salt))
@@ -110,14 +109,14 @@ class _Windows:
         self._restoring = asyncio.Lock()
 
     async def decode(self, request: WindowRequest) -> WindowResult:
-        """Return what the engine finds in a window. Those that follow it are begun, too."""
+        """Return what the engine finds in a window, and start those that follow it."""
         for each in (request, *request.following):
             if each.first_frame not in self._tasks:
                 self._tasks[each.first_frame] = asyncio.create_task(self._run(each))
         return await self._tasks.pop(request.first_frame)
 
     async def close(self) -> None:
-        """Abort the windows that were begun and that nothing waits for any more."""
+        """Abort the windows that were started and are not awaited any more."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -126,7 +125,7 @@ class _Windows:
         try:
             return await self._generate(request)
         except MissingMediaError:
-            async with self._restoring:  # the sound is needed once for all windows
+            async with self._restoring:  # the audio is needed once for all windows
                 await self._engine.process_media(
                     _MODALITY,
                     lambda _, cancelled: self._audio.restore_pausing(cancelled),
@@ -147,15 +146,12 @@ class _Windows:
 async def _advance_alone(
     rules: Transcription, result: WindowResult | None
 ) -> WindowRequest | Segment | Transcript:
-    """Run `_advance` in a thread, because the times of words take up to half a second.
-
-    A caller that is cancelled waits for the thread, since a generator that runs can't be closed.
-    """
+    """Run `_advance` in a thread, because the times of words take up to half a second."""
     work = asyncio.ensure_future(asyncio.to_thread(_advance, rules, result))
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
-        await asyncio.wait({work})
+        await asyncio.wait({work})  # a generator that runs can't be closed
         raise
 
 

@@ -20,11 +20,7 @@ NO_SLOT = -1  # the slot of a padding token: kernels in graphs store nothing for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTables:
-    """The places in the KV cache at which one group of layers keeps the keys and values of a step.
-
-    A group is a set of layers with the same attention window. `slot_mapping` has the place for each
-    new token, and `block_tables` has the cache blocks of each request.
-    """
+    """The places in the KV cache at which one group keeps the keys and values of a step."""
 
     window: int | None
     slot_mapping: torch.Tensor  # int64 [N]: block_id * block_size + offset, for each new token
@@ -34,11 +30,7 @@ class GroupTables:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """The requests of a step, and the range of tokens that each new token attends to.
-
-    `query_lens` and `seq_lens` have one entry per request: the tokens that the step computes, and
-    all tokens that are computed after the step.
-    """
+    """The requests of a step, and the range of tokens that each new token attends to."""
 
     query_lens: tuple[int, ...]  # per request: tokens that the step computes
     seq_lens: tuple[int, ...]  # per request: tokens computed after the step
@@ -57,15 +49,11 @@ class StepLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCache:
-    """The paged keys and values of one layer, and the index of the layer's group.
-
-    `group_index` selects the entry of `StepLayout.groups` with the block tables for these pages.
-    With `is_shared` the new keys and values of a step are in the cache already.
-    """
+    """The paged keys and values of one layer, and the index of the layer's group."""
 
     keys: torch.Tensor  # [blocks, block_size, K, D]
     values: torch.Tensor  # [blocks, block_size, K, D of values]
-    group_index: int
+    group_index: int  # in `StepLayout.groups`, which have the block tables for these pages
     # The new keys and values are in the cache already: an earlier layer or a graph has stored them.
     is_shared: bool
 
@@ -73,11 +61,7 @@ class LayerCache:
 def store_new_tokens(
     cache: LayerCache, slot_mapping: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
-    """Copy the keys and values of N new tokens into the KV cache of a layer.
-
-    Keys and values are [1, K, N, D], with K key heads of size D. `slot_mapping` [N] has the place
-    of each token: block id * block size + offset in the block.
-    """
+    """Copy the keys and values [1, K, N, D] of N new tokens into the KV cache of a layer."""
     cache.keys.flatten(0, 1).index_copy_(0, slot_mapping, key[0].transpose(0, 1))
     cache.values.flatten(0, 1).index_copy_(0, slot_mapping, value[0].transpose(0, 1))
 
@@ -111,7 +95,7 @@ class PagedAttention(Protocol):
         """Return the backend's name, as users write it in the option `attention_backend`."""
 
     def prepare(self, layout: StepLayout) -> None:
-        """Prepare for the next step; this must be called once before the layers call `attend`."""
+        """Prepare for the next step, once before its layers call `attend`."""
 
     def attend(
         self,
@@ -120,11 +104,9 @@ class PagedAttention(Protocol):
         key: torch.Tensor,  # [1, K, N, D]
         value: torch.Tensor,
         *,
-        scaling: float | None,
+        scaling: float | None,  # of the attention scores; None: one over the root of D
     ) -> torch.Tensor:
         """Return the attention output [1, N, H, D of values] of one layer in the prepared step.
 
-        The step has N new tokens, with H query heads of size D each. Their keys and values are
-        first stored in the cache, unless `cache.is_shared`: then the cache has them already.
-        `scaling` is the factor of the attention scores; None means one over the root of D.
+        The keys and values are first stored in the cache, unless `cache.is_shared`.
         """

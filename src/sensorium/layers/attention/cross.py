@@ -16,35 +16,29 @@ from torch.nn.functional import scaled_dot_product_attention
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.layers.kernels import find_obstacle
 
+# It gets the number of a row, its query and its keys.
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossRow:
-    """The media positions of one request of a step, and the tokens of the step that attend to them.
-
-    `first_block` is the first of its blocks if they follow one another, or else `None`.
-    """
+    """The media positions of one request of a step, and the tokens that attend to them."""
 
     start: int  # the tokens [start, end) of the step
     end: int
     num_positions: int
-    first_block: int | None
+    first_block: int | None  # None: its blocks don't follow one another
     block_ids: torch.Tensor  # int64 [blocks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossTables:
-    """Where one group of layers keeps the keys and values of media.
-
-    `slot_mapping` has a place for each position that this step stores, one request after the other.
-    The last two have an entry for each token of the step.
-    """
+    """The places where one group of layers keeps the keys and values of media."""
 
     rows: Sequence[CrossRow]
-    slot_mapping: torch.Tensor  # int64 [new positions]
+    slot_mapping: torch.Tensor  # int64 [new positions], one request after the other
     block_tables: torch.Tensor  # int64 [N, blocks], with zeros behind those of a request
-    num_positions: torch.Tensor  # int64 [N]
+    num_positions: torch.Tensor  # int64 [N], of the request of each token
 
 
 def attend_cross(
@@ -55,14 +49,10 @@ def attend_cross(
     value: torch.Tensor,
     *,
     scaling: float | None,
-    observed: Sequence[int],
+    observed: Sequence[int],  # the rows for which `observe` is called
     observe: Observe,
 ) -> torch.Tensor:
-    """Store new keys and values, and return the output [1, N, H, D of values] of cross-attention.
-
-    `observe` is called for the rows in `observed`, with the number of the row, its query and its
-    keys.
-    """
+    """Store new keys and values, and return cross-attention's output [1, N, H, D of values]."""
     num_new = len(tables.slot_mapping)
     if num_new:
         for pages, tensor in ((cache.keys, key), (cache.values, value)):

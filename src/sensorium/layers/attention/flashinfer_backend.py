@@ -1,12 +1,10 @@
 """Computes paged attention with FlashInfer's FA2 kernels, which read pages in place.
 
 There is one FlashInfer wrapper for each kind of layer. It is planned once per step, when the first
-layer of its kind attends, because heads, sizes and scaling are known only then. Plans are made from
-host arrays, so that nothing is read back from the device. Decoding requests are treated as prefills
-of one token.
-
-FA2 is used and not FA3: it compiles in a third of the time, once per machine, and supports all head
-sizes.
+layer of its kind attends, because heads, sizes and scaling are known only then. A plan prepares the
+step's kernel launches, from host arrays, so that nothing is read back from the device. Decoding
+requests are prefills of one token. FA2 is used and not FA3: it compiles in a third of the time,
+once per machine, and supports all head sizes.
 """
 
 from __future__ import annotations
@@ -34,10 +32,7 @@ _WORKSPACE_BYTES = 394 << 20
 
 
 class _Kind(NamedTuple):
-    """The properties that layers must have in common to share one FlashInfer plan.
-
-    A plan is what FlashInfer computes in advance for the kernel launches of a step.
-    """
+    """The properties that layers must have in common to share one FlashInfer plan."""
 
     group_index: int
     num_heads: int
@@ -94,10 +89,7 @@ class FlashInferAttention(InPlaceAttention):
     def find_obstacle(
         layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why FlashInfer can't compute these layers on the device, or None if it can.
-
-        The reasons are the device, the dtype, the head sizes, or a missing package.
-        """
+        """Return why FlashInfer can't compute these layers on the device, or None if it can."""
         if (obstacle := find_common_obstacle(layers, dtype, device)) is not None:
             return obstacle
         for layer in layers:

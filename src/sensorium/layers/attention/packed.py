@@ -1,10 +1,9 @@
 """Computes the attention of encoders in a packed batch: each token attends to its own sequence.
 
-A packed batch has several sequences one after another in the same dimension, without padding. There
-are two implementations. torch's `varlen_attn` is one kernel for all sequences, and needs a CUDA
-device and half precision. The other one works everywhere: sequences of equal length form one batch
-of `scaled_dot_product_attention`. An encoder with windows has hundreds of sequences, but they have
-only a few different lengths.
+A packed batch has several sequences one after another in the same dimension, without padding. On a
+CUDA device, in half precision, torch's `varlen_attn` is one kernel for all sequences. Elsewhere,
+sequences of equal length form one batch of `scaled_dot_product_attention`: an encoder with windows
+has hundreds of sequences, but only of a few different lengths.
 """
 
 from __future__ import annotations
@@ -32,32 +31,25 @@ _TRIAL_LENGTHS = (5, 17, 1, 40)
 
 @dataclass(frozen=True)
 class PackedLengths:
-    """The lengths of the sequences of a packed batch, on the host and on the device.
-
-    In a packed batch, sequences follow one another without padding. `starts` has the index of the
-    first token of each sequence, and the total number of tokens as its last entry.
-    """
+    """The lengths of the sequences of a packed batch, on the host and on the device."""
 
     lengths: tuple[int, ...]
-    starts: torch.Tensor  # int32 [sequences + 1], on the device of the batch
+    # The first token of each sequence, and the total: int32 [sequences + 1], on the batch's device.
+    starts: torch.Tensor
     longest: int
 
     @staticmethod
     def from_starts(starts: torch.Tensor, host_starts: torch.Tensor) -> PackedLengths:
         """Return the lengths of the sequences that begin at `starts`; the last entry is the total.
 
-        `host_starts` are the same numbers in host memory. They save a read from the device, for
-        which the host would have to wait.
+        `host_starts` are the same numbers in host memory, which saves a wait for the device.
         """
         lengths = tuple(b - a for a, b in pairwise(host_starts.tolist()))
         return PackedLengths(lengths, starts.to(torch.int32), max(lengths, default=0))
 
-    @cached_property
+    @cached_property  # it is kept here, because a CUDA graph may read it later
     def groups(self) -> Sequence[tuple[int, torch.Tensor]]:
-        """Pairs of a length and the indices of all tokens in sequences of that length.
-
-        They are kept here, because a CUDA graph may read them later.
-        """
+        """Pairs of a length and the indices of all tokens in sequences of that length."""
         return _group_by_length(self.lengths, self.starts.device)
 
 
@@ -75,12 +67,7 @@ def attend_in_batches(
     lengths: PackedLengths,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return the attention output [1, N, H, D] of packed sequences, without a special kernel.
-
-    Each of the N tokens attends only to its own sequence. All sequences of the same length are
-    computed in one call of `scaled_dot_product_attention`. Queries, keys and values are [1, H, N,
-    D], with H heads of size D.
-    """
+    """Return the attention output [1, N, H, D] of packed sequences, with one call per length."""
     num_heads, num_tokens, head_dim = query.shape[1:]
     output = query.new_empty(num_tokens, num_heads, head_dim)
     for length, rows in lengths.groups:
@@ -98,10 +85,7 @@ def attend_in_batches(
 def _group_by_length(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, torch.Tensor], ...]:
-    """Return pairs of a length and the indices of all tokens in sequences of that length.
-
-    `lengths` are those of the sequences of a packed batch, in order. Empty sequences are left out.
-    """
+    """Return the `PackedLengths.groups` of these lengths, without empty sequences."""
     starts_by_length: dict[int, list[int]] = {}
     start = 0
     for length in lengths:
@@ -122,11 +106,7 @@ def attend_varlen(
     lengths: PackedLengths,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return the attention output [1, N, H, D] of packed sequences, with torch's `varlen_attn`.
-
-    Each of the N tokens attends only to its own sequence, and one call computes all sequences.
-    Queries, keys and values are [1, H, N, D], with H heads of size D.
-    """
+    """Return the attention output [1, N, H, D] of packed sequences, with torch's `varlen_attn`."""
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
@@ -145,10 +125,7 @@ def attend_varlen(
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether torch's kernel can read a tensor without a copy.
-
-    It loads 16 bytes at a time, so every vector must be dense and start at a multiple of 16 bytes.
-    """
+    """Return whether the kernel can read a tensor without a copy: it is dense and aligned."""
     *outer, inner = tensor.stride()
     starts = (tensor.data_ptr(), *(stride * tensor.element_size() for stride in outer))
     return inner == 1 and all(start % _ALIGNMENT == 0 for start in starts)
@@ -156,11 +133,7 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
 
 @cache
 def choose_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> PackedKernel:
-    """Return the fastest attention function for packed sequences that works on this device.
-
-    That is `attend_varlen` if it passes a test, or else `attend_in_batches`. The choice is cached
-    for these arguments and logged with its reason.
-    """
+    """Return `attend_varlen` if it passes a test on this device, or else `attend_in_batches`."""
     obstacle = _find_obstacle(device, dtype, head_dim)
     if obstacle is None:
         logger.info("attention of encoders: torch's varlen_attn")
@@ -170,10 +143,7 @@ def choose_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int
 
 
 def _find_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Return why torch's `varlen_attn` can't be used, or None if it can.
-
-    The kernel is also run on random data, and its result is compared with `attend_in_batches`.
-    """
+    """Return why torch's `varlen_attn` can't be used or fails a test, or None if it works."""
     if (obstacle := find_common_obstacle((), dtype, device)) is not None:
         return obstacle
     if head_dim > _MAX_HEAD_DIM:

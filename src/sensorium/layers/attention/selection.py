@@ -1,8 +1,8 @@
 """Chooses the attention backend once at start, after a trial, and logs the reasons.
 
 `auto` selects the first backend that works on this machine. It prefers kernels that read pages in
-place; the backend in `torch_backend`, which gathers pages into dense tensors, always works. A
-backend that the user names is never replaced: if it can't be used, that is an error.
+place; `torch_backend`, which gathers pages into dense tensors, always works. A backend that the
+user names is never replaced: if it can't be used, that is an error.
 
 A kernel may be missing, fail to compile or reject a shape for reasons that can't be foreseen. The
 trial finds that at start and not in a request. It also compiles the kernels that are compiled on
@@ -46,7 +46,7 @@ def choose_attention(
 ) -> PagedAttention:
     """Return the attention backend with this name, or for `auto` the best one that works here.
 
-    Each candidate is first run on random data for these layers. Raises a `ModelError` if the named
+    Each candidate is first tried on random data for these layers. Raise `ModelError` if the named
     backend can't be used.
     """
     reasons = []
@@ -70,10 +70,7 @@ def _try(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PagedAttention | str:
-    """Return the named backend if it computes these layers correctly, or why it can't be used.
-
-    The reason is a text for the log or for an error.
-    """
+    """Return the named backend if it computes these layers correctly, or why it can't be used."""
     candidate = _CANDIDATES[name]
     if (obstacle := candidate.find_obstacle(layers, dtype, device)) is not None:
         return obstacle
@@ -125,11 +122,7 @@ def _run(
     block_size: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return a backend's attention output for one layer of a step with random numbers.
-
-    The random numbers are the same in every call, so that the outputs of two backends can be
-    compared.
-    """
+    """Return a backend's output for one layer of a step with random numbers, always the same."""
     device = layout.groups[0].block_tables.device
     random = torch.Generator(device).manual_seed(0)
 
@@ -155,11 +148,7 @@ def _run(
 
 
 def _make_layout(window: int | None, block_size: int, device: torch.device) -> StepLayout:
-    """Return a small test step of two requests that both have earlier tokens in the cache.
-
-    One request decodes a token, and the other computes a part of its prompt. No block is used
-    twice.
-    """
+    """Return a test step: a decoding request and a part of a prompt, both with cached tokens."""
     seq_lens = (2 * block_size + 1, block_size + _QUERY_LENS[1])
     width = max(-(-length // block_size) for length in seq_lens)
     tables = torch.arange(1, 1 + 2 * width).view(2, width)

@@ -3,12 +3,7 @@
 Decoding requests with lengths between the same two powers of two form a bucket. Each bucket is
 padded and takes one call, so that a long request doesn't slow down the short ones. The query heads
 of one key head are folded into the query length, which is about a third faster than repeating the
-keys.
-
-Masks and block lists are made once per step and group, and used by all its layers.
-
-The kernels of cuDNN are not used: they are compiled for every new pair of lengths, which takes some
-50 ms, and new lengths come with almost every request.
+keys. Masks and block lists are made once per step and group, and used by all its layers.
 """
 
 from __future__ import annotations
@@ -38,9 +33,9 @@ _found: list[bool] = []  # the setting that was found, once for each step that i
 def use_ready_kernels() -> Iterator[None]:
     """Keep `scaled_dot_product_attention` from using cuDNN kernels, inside a `with`.
 
-    These kernels are compiled for each new pair of lengths, so a request would have to wait for the
-    compiler. The setting belongs to the process, where several engines may be in a step at once. So
-    the last one restores what the first one found.
+    They are compiled for every new pair of lengths, which takes some 50 ms, and new lengths come
+    with almost every request. The setting belongs to the process, where several engines may be in a
+    step at once. So the last one restores what the first one found.
     """
     with _lock:
         was_enabled = _found[0] if _found else torch.backends.cuda.cudnn_sdp_enabled()
@@ -221,9 +216,8 @@ class TorchPagedAttention:
     ) -> torch.Tensor:
         """Return a mask [queries, keys] of the keys that each new token of a request attends to.
 
-        The queries are the request's last tokens, up to `seq_len`; the keys are those from position
-        `first_key` on. On a CPU the mask is True where a token attends. On a GPU it is 0 there, and
-        -inf elsewhere.
+        The queries are the request's last tokens, up to `seq_len`; the keys begin at `first_key`.
+        On a CPU the mask is True where a token attends. On a GPU it is 0 there, and -inf elsewhere.
         """
         device = group.block_tables.device
         first_query = seq_len - (tokens.stop - tokens.start)
@@ -240,8 +234,7 @@ class TorchPagedAttention:
     def _make_bias(self, mask: torch.Tensor) -> torch.Tensor:
         """Convert a boolean mask to the additive form that kernels for GPUs need: 0 or -inf.
 
-        Done here, the conversion takes place once per step and not once per layer. The rows are
-        aligned in memory, so that layers need not copy them.
+        Done here, the conversion takes place once per step and not once per layer.
         """
         num_queries, num_keys = mask.shape
         width = -(-num_keys // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
@@ -249,10 +242,7 @@ class TorchPagedAttention:
         return bias.masked_fill_(~mask, float("-inf"))
 
     def _first_block(self, group: GroupTables, position: int) -> int:
-        """Return the index of the first cache block that the token at `position` attends to.
-
-        Without a window that is block 0.
-        """
+        """Return the index of the first cache block that the token at `position` attends to."""
         if group.window is None:
             return 0
         return max(0, position - group.window + 1) // self._block_size
@@ -264,8 +254,7 @@ class TorchPagedAttention:
 class InPlaceAttention(TorchPagedAttention):
     """A base class for backends with kernels that read the pages of the KV cache in place.
 
-    If some media tokens of a step attend to each other in both directions, the inherited torch
-    backend computes the whole step.
+    If media tokens of a step attend in both directions, the torch backend computes all of it.
     """
 
     _layout: StepLayout | None = None
@@ -303,20 +292,12 @@ class InPlaceAttention(TorchPagedAttention):
     def _attend_pages(
         self, layout: StepLayout, cache: LayerCache, queries: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
-        """Return the attention output [N, H, D] of one layer for queries [N, H, D].
-
-        There are N tokens with H heads of size D. Their keys and values are already in the cache.
-        """
+        """Return the output [N, H, D] of one layer; its keys and values are stored already."""
         raise NotImplementedError
 
 
 def _gather(blocks: torch.Tensor, block_ids: torch.Tensor, batch: int) -> torch.Tensor:
-    """Copy blocks of the KV cache into one dense tensor [batch, K, S, D] and return it.
-
-    The cache `blocks` is [blocks, block_size, K, D], with K key heads of size D. `block_ids` lists
-    the blocks of all `batch` requests, which have the same number of blocks. S is the number of
-    tokens in a request's blocks.
-    """
+    """Copy blocks of `batch` requests, equally many each, into a dense tensor [batch, K, S, D]."""
     gathered = blocks.index_select(0, block_ids)
     return gathered.view(batch, -1, *blocks.shape[2:]).transpose(1, 2)
 
@@ -329,10 +310,9 @@ def _prefill(
     prefill: _Prefill,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Return the attention output [1, n, H, D of values] of one request that computes its prompt.
+    """Return the output [1, n, H, D of values] of one request that computes n prompt tokens.
 
-    The n queries are the request's tokens in this step. Keys of earlier steps are gathered from the
-    cache.
+    Keys of earlier steps are gathered from the cache.
     """
     if prefill.block_ids is not None:
         key = _gather(cache.keys, prefill.block_ids, 1)[:, :, : prefill.num_keys]
@@ -358,11 +338,7 @@ def _prefill(
 def _decode(
     cache: LayerCache, queries: torch.Tensor, bucket: _DecodeBucket, scaling: float | None
 ) -> torch.Tensor:
-    """Return the attention output [b, H, D of values] for b requests with one query token each.
-
-    The query heads that share a key head are passed in the dimension of the query length, which is
-    faster than repeating the keys.
-    """
+    """Return the output [b, H, D of values] for b requests with one query token each."""
     batch, num_heads, _ = queries.shape
     num_kv_heads = cache.keys.shape[2]
     result = scaled_dot_product_attention(

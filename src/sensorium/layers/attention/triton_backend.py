@@ -49,11 +49,7 @@ class TritonPagedAttention(TorchPagedAttention):
     def _plan_decodes(
         self, group: GroupTables, seq_lens: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Return the block tables [b, blocks], lengths [b] and window of the decoding requests.
-
-        `seq_lens` are the lengths of these b requests, which are the first rows of the group's
-        tables.
-        """
+        """Return the block tables [b, blocks], lengths [b] and window of b decoding requests."""
         # int32 as in CUDA graphs, so that the kernel compiled for them is used here as well.
         block_tables = group.block_tables[: len(seq_lens)].to(torch.int32)
         lengths = to_device(torch.tensor(seq_lens), block_tables.device)

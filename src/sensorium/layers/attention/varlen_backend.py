@@ -1,10 +1,9 @@
 """Computes paged attention with torch's own `varlen_attn`, if it can read pages.
 
 From torch 2.13 on it has the parameters for that, `block_table` and `seqused_k`. But its built-in
-FA2 kernels refuse a block table. The FlashAttention-3 kernels accept one. They are a separate
-package (`flash_attn_interface`, Hopper only), and torch uses them when asked to. FA3 takes pages of
-any size and heads of at most 256 numbers. Whether a build really works is tested by the trial at
-start.
+FA2 kernels refuse a block table. The FlashAttention-3 kernels accept one, with pages of any size
+and heads of at most 256 numbers. They are a separate package (`flash_attn_interface`, Hopper only),
+and torch uses them when asked to. The trial at start tests whether a build really works.
 """
 
 from __future__ import annotations
@@ -63,11 +62,7 @@ class VarlenAttention(InPlaceAttention):
     def find_obstacle(
         layers: Sequence[LayerSpec], dtype: torch.dtype, device: torch.device
     ) -> str | None:
-        """Return why `varlen_attn` can't compute these layers on the device, or None if it can.
-
-        The reasons are the device, the dtype, the head sizes, the version of torch, or a missing
-        package.
-        """
+        """Return why `varlen_attn` can't compute these layers on the device, or None if it can."""
         if (obstacle := find_common_obstacle(layers, dtype, device)) is not None:
             return obstacle
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Our own kernels, written in Triton. Import its modules only if `find_obstacle` returns `None`."""
+"""Holds our own Triton kernels; import its modules only if `find_obstacle` returns `None`."""
 
 from __future__ import annotations
 

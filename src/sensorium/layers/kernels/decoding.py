@@ -31,10 +31,7 @@ def _store(
     new_keys, new_values, slots, keys, values, key_head, key_token, value_head, value_token,
     K: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Copy the key and value of one token and one head into the KV cache.
-
-    This is a Triton kernel. A token with a slot below 0 is skipped.
-    """
+    """Copy the key and value of one token and head into the cache, unless its slot is below 0."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token)
@@ -49,15 +46,11 @@ def _store(
 def store_new_tokens(
     keys: torch.Tensor,  # [blocks, block_size, K, D], contiguous
     values: torch.Tensor,
-    slots: torch.Tensor,  # int64 [N]; below 0: not stored
+    slots: torch.Tensor,  # int64 [N]: block id * block size + offset; below 0: not stored
     new_keys: torch.Tensor,  # [1, K, N, D]
     new_values: torch.Tensor,
 ) -> None:
-    """Copy the keys and values of new tokens into the KV cache.
-
-    The slot of a token is block id * block size + offset in the block. Tokens with a slot below 0
-    are skipped.
-    """
+    """Copy the keys and values of new tokens into the KV cache."""
     if new_keys.stride(-1) != 1:
         new_keys = new_keys.contiguous()
     if new_values.stride(-1) != 1:
@@ -78,8 +71,8 @@ def store_new_tokens(
 # ---- attention
 
 # Triton compiles a kernel anew for numbers that are 1 or divisible by 16, and for addresses that
-# are aligned. The arguments below change from step to step if prompts are computed beside decoding
-# requests. They are not specialised, so that no kernel is compiled while requests wait.
+# are aligned. The arguments below change from step to step if prompts are computed next to
+# decoding requests. They are not specialised, so that no kernel is compiled while requests wait.
 _NUMBERS_THAT_CHANGE = ("table_row", "num_splits")
 _ADDRESSES_THAT_CHANGE = ("tables", "seq_lens", "sums")
 
@@ -156,10 +149,7 @@ def _merge_parts(
     parts, maxima, sums, output, num_splits,
     SPLITS_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of `_attend_part` into the output of one query head.
-
-    This is a Triton kernel. A part without any key gets the weight 0.
-    """
+    """Combine the parts of one query head's output; a part without any key has the weight 0."""
     row = tl.program_id(0)
     split = tl.arange(0, SPLITS_PAD)
     dv = tl.arange(0, DV_PAD)
@@ -183,14 +173,13 @@ def attend_decoding(
     block_tables: torch.Tensor,  # int [B, blocks]
     seq_lens: torch.Tensor,  # int [B], at least 1 each
     *,
-    scaling: float | None,
+    scaling: float | None,  # None: one over the root of D
     window: int | None,
 ) -> torch.Tensor:
     """Return the attention output [B, H, D of values] for B requests with one query token each.
 
-    There are H query heads of size D. Request i attends to its first `seq_lens[i]` tokens, or only
-    to the last `window` of them. Its keys and values are in the cache blocks of `block_tables[i]`.
-    A `scaling` of None means one over the root of D.
+    Request i attends to its first `seq_lens[i]` tokens, or only to the last `window` of them. Its
+    keys and values are in the cache blocks of `block_tables[i]`.
     """
     if query.stride(-1) != 1:
         query = query.contiguous()

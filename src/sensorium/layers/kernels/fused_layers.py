@@ -13,10 +13,7 @@ _HEADS = 16
 
 
 def _get_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a matrix [rows, columns] with rows that are dense in memory.
-
-    All dimensions but the last are joined. The data is copied only if necessary.
-    """
+    """Return a tensor as a matrix [rows, columns] with dense rows, copied only if necessary."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
@@ -44,10 +41,7 @@ def _multiply(both, output, row_stride, width, KIND: tl.constexpr, BLOCK: tl.con
 
 
 def activate_and_multiply(both: torch.Tensor, *, kind: str) -> torch.Tensor:
-    """Return the activation of the first half of each row, times the second half.
-
-    The shape [..., 2 × width] becomes [..., width]. `kind` is one of `ACTIVATIONS`.
-    """
+    """Return the activation of each row's first half, times its second half: [..., width]."""
     rows = _get_rows(both)
     width = rows.shape[1] // 2
     output = torch.empty(len(rows), width, dtype=both.dtype, device=both.device)
@@ -65,11 +59,7 @@ def _normalize(
     x, added, weight, total, output, row_stride, added_row_stride, num_columns, eps, offset,
     ADDS: tl.constexpr, ROUNDS_FIRST: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the RMS norm of one row, and with `ADDS` first add another row to it.
-
-    This is a Triton kernel. With `ROUNDS_FIRST` the normalised row is rounded to the output's type
-    before the weight is applied.
-    """
+    """Compute the RMS norm of one row, and with `ADDS` first add another row to it."""
     kind = output.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
@@ -94,12 +84,9 @@ def normalize(
     *,
     eps: float,
     offset: float = 0.0,
-    rounds_first: bool = True,
+    rounds_first: bool = True,  # round the quotient to the type of x before it is multiplied
 ) -> torch.Tensor:
-    """Return the RMS norm of each row: x / sqrt(mean of x² + eps), times (weight + offset).
-
-    With `rounds_first` the quotient is rounded to the type of x before it is multiplied.
-    """
+    """Return the RMS norm of each row: x / sqrt(mean of x² + eps), times (weight + offset)."""
     return add_and_normalize(x, None, weight, eps=eps, offset=offset, rounds_first=rounds_first)[1]
 
 
@@ -112,10 +99,7 @@ def add_and_normalize(
     offset: float = 0.0,
     rounds_first: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum x + added, and the RMS norm of each row of the sum.
-
-    The norm is the one of `normalize`. If `added` is None, the sum is x itself.
-    """
+    """Return the sum x + added, or x if that is None, and the RMS norm of each row of it."""
     rows = _get_rows(x)
     added_rows = rows if added is None else _get_rows(added)
     output = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -144,9 +128,7 @@ def _rotate(
 ):  # fmt: skip
     """Apply rotary positions to some heads of one token.
 
-    This is a Triton kernel. Each number of the first half of a head is rotated together with its
-    counterpart in the second half. The programs of the second axis take the heads of the query
-    first, then those of the key.
+    Each number of the first half of a head is rotated with its counterpart in the second half.
     """
     token = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * HEADS
@@ -158,6 +140,7 @@ def _rotate(
     sin_a = tl.load(sin + angles, mask=is_inside, other=0.0).to(tl.float32)[None, :]
     cos_b = tl.load(cos + angles + HALF, mask=is_inside, other=0.0).to(tl.float32)[None, :]
     sin_b = tl.load(sin + angles + HALF, mask=is_inside, other=0.0).to(tl.float32)[None, :]
+    # The programs of the second axis take the heads of the query first, then those of the key.
     if tl.program_id(1) < num_query_parts:
         head = first + tl.arange(0, HEADS)
         num_heads = num_query_heads
@@ -180,13 +163,10 @@ def _rotate(
 def rotate(
     query: torch.Tensor,  # [N, H, D], dense in the last dimension
     key: torch.Tensor,  # [N, K, D]
-    cos: torch.Tensor,  # [N, D]
+    cos: torch.Tensor,  # [N, D], of the angles of each token
     sin: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the query and the key with rotary positions applied, as new contiguous tensors.
-
-    `cos` and `sin` have the angles of each token.
-    """
+    """Return the query and the key with rotary positions applied, as new contiguous tensors."""
     num_tokens, num_query_heads, head_dim = query.shape
     num_key_heads = key.shape[1]
     new_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)

@@ -23,8 +23,7 @@ def make_rows(weight: torch.Tensor, width: int) -> torch.Tensor:
     """Return random rows [8, width] as test input, in the dtype of a weight and on its device.
 
     The rows have very different magnitudes, so that the limits of activations are reached. So have
-    the columns, which grow along a row: a computation that uses only a part of a row then gives
-    other results than one that uses all of it.
+    the columns, which grow along a row: a computation of only a part of a row then differs.
     """
     generator = torch.Generator().manual_seed(0)
     columns = torch.logspace(-1, 1, width) * 10 ** (torch.rand(width, generator=generator) - 0.5)
@@ -46,7 +45,7 @@ def get_distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def find_closest(candidates: Sequence[torch.Tensor], expected: torch.Tensor) -> int | None:
     """Return the index of the candidate that is closest to `expected` on average.
 
-    Return None if even that candidate differs by more than rounding, or if one can't be compared.
+    Return None if even that one differs by more than rounding, or if one can't be compared.
     """
     distances = [_get_distances(candidate, expected) for candidate in candidates]
     if any(part.numel() == 0 for part in distances):
@@ -62,10 +61,7 @@ def _get_mean(distances: torch.Tensor) -> float:
 
 
 def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return the relative difference of each number in the rows that are finite in `expected`.
-
-    The result is empty if the shapes differ, or if less than half of the rows are finite.
-    """
+    """Return each number's difference for `get_distance`; none if they can't be compared."""
     if found.shape != expected.shape:
         return expected.new_empty(0)
     found, expected = found.float().flatten(0, -2), expected.float().flatten(0, -2)
@@ -78,26 +74,17 @@ def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def is_rounding(distance: float, dtype: torch.dtype) -> bool:
-    """Return whether a relative difference can come from a few roundings to this dtype.
-
-    The result is False for NaN.
-    """
+    """Return whether a difference can come from a few roundings to a dtype; False for NaN."""
     return distance <= _NUM_ROUNDINGS * torch.finfo(dtype).eps
 
 
 def is_many_roundings(distance: float, dtype: torch.dtype) -> bool:
-    """Return whether a relative difference can come from the roundings in all layers of a model.
-
-    The result is False for NaN.
-    """
+    """Return whether a difference can come from the roundings of all layers; False for NaN."""
     return distance <= min(_MOST, _MANY_ROUNDINGS * torch.finfo(dtype).eps)
 
 
 class CausalAttention:
-    """An `AttentionCall` in which the tokens of a pass attend to each other, without a KV cache.
-
-    A decoder calls it instead of its own attention, to compare a fused model with the original.
-    """
+    """An `AttentionCall` in which the tokens of a pass attend to each other, without a KV cache."""
 
     def attend(
         self,

@@ -3,8 +3,7 @@
 There are six kinds of replacements: padding of badly aligned matrix widths, joined matrix products
 of the same input, gated layers, norms, sums that are followed by a norm, and rotary positions. Each
 one is compared with the original on random input when it is made. If it differs by more than
-rounding, the original stays. `paused` restores the originals for a while, except for widths, which
-stay padded.
+rounding, the original stays.
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 
 @dataclass
 class Fusion:
-    """A record of the modules in a model that were replaced with fused forms.
+    """A record of the modules that have fused forms, which can switch these off."""
 
-    It can switch the replacements off. `counts` has the number of replacements of each kind, for
-    the log.
-    """
-
-    counts: Counter[str] = field(default_factory=Counter)  # kind -> number of replacements
+    # Kind -> number of replacements, for the log.
+    counts: Counter[str] = field(default_factory=Counter)
     # Modules and the `forward` that replaces their own.
     _forwards: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
 
@@ -52,7 +48,7 @@ class Fusion:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the model compute without fused forms, as Transformers wrote it, inside a `with`.
+        """Let the model compute as Transformers wrote it, inside a `with`.
 
         Padded matrix widths stay, because they don't change the results.
         """
@@ -75,10 +71,7 @@ class Fusion:
 
 @torch.inference_mode()
 def fuse(model: nn.Module, device: torch.device) -> Fusion:
-    """Replace all parts of a model that can be fused on this device, and return what was replaced.
-
-    The model is changed in place. Each replacement was compared with the original on random input.
-    """
+    """Replace what can be fused on this device, in place, and return what was replaced."""
     fusion = Fusion()
     if device.type == "cuda" and next(model.parameters()).dtype.itemsize == 2:
         fusion.counts["padded widths"] = align_widths(model)
@@ -101,10 +94,7 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
 
 
 def _try(fuse_one: Callable[..., None], fusion: Fusion, module: nn.Module, *arguments: Any) -> None:
-    """Call `fuse_one` for a module, unless the module's `forward` was replaced before.
-
-    If the call raises an error, the error is logged and the module stays as it is.
-    """
+    """Call `fuse_one` for a module that was not replaced yet; if that fails, it stays as it is."""
     if "forward" in vars(module):  # it has been replaced already
         return
     try:
@@ -162,10 +152,7 @@ def _copy_exactly(layer: nn.Module) -> nn.Module:
 
 
 def _find_inner(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a gated layer, and return the input of its last matrix product and its first outputs.
-
-    The second result is the output of `gate_up_proj`, or those of `gate_proj` and `up_proj` joined.
-    """
+    """Return the input of a gated layer's last matrix product, and its first outputs, joined."""
     seen: list[torch.Tensor] = []
     layer.get_submodule("down_proj").register_forward_pre_hook(lambda _, x: seen.append(x[0]))
     layer(x)
@@ -252,11 +239,7 @@ def _make_rotating(forward: FunctionType, weight: torch.Tensor) -> FunctionType 
 
 
 def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | None:
-    """Return a function that replaces a rotary function of Transformers, or None.
-
-    None means that the original takes other parameters, or that its results differ from those of
-    our kernel.
-    """
+    """Return our form of a rotary function of Transformers, or None if they don't agree."""
     from sensorium.layers.kernels.fused_layers import rotate
 
     parameters = list(inspect.signature(original).parameters) if callable(original) else []

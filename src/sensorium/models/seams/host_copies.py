@@ -1,12 +1,12 @@
-"""Knows numbers of the device on the host too, so that encoders need not wait for the device.
+"""Keeps host copies of tensors on the device, so that encoders need not wait for the device.
 
-An encoder gets grids, lengths and masks as tensors on the device. To know how to go on, it reads
-them back, and so waits for all pending work of the device. But the host had these numbers before.
-Inside `keep_host_copies` they can be looked up.
+An encoder gets grids, lengths and masks as tensors on the device. It reads them back to continue,
+and so waits for all pending work of the device. But the host had these numbers before. Inside
+`keep_host_copies` they can be looked up.
 
-`following` goes further, for encoders that are captured as a CUDA graph and must never wait. What
-is computed from known numbers alone is computed on the host, and the result is sent to the device.
-This is slower than the plain way, so it is used for captures only.
+`following` is for encoders that are captured as a CUDA graph and must never wait. What is computed
+from known numbers alone is computed on the host, and the result is sent to the device. This is
+slower than the plain way, so it is used for captures only.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _CHANGES = {
 class HostCopies:
     """A lookup of the host's copies of tensors on the device, by the identity of the tensor.
 
-    Equal tensors are sent to the device only once. A tensor can't be sent while a CUDA graph is
-    captured. So an encoder first runs once without a capture.
+    Equal tensors are sent to the device only once. None can be sent while a CUDA graph is captured,
+    so an encoder first runs once without a capture.
     """
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
@@ -62,14 +62,11 @@ class HostCopies:
         self._is_complete = False
 
     def complete(self) -> None:
-        """From now on, refuse to send tensors that were not sent before."""
+        """Refuse to send further tensors that were not sent before."""
         self._is_complete = True
 
     def send(self, on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return a tensor on the device that equals one of the host.
-
-        Raises a `RuntimeError` if it had to be sent, but no more tensors may be sent.
-        """
+        """Return the device's copy of a host tensor; raise `RuntimeError` if it may not be sent."""
         content = _flatten(on_host).view(torch.uint8).numpy().tobytes()
         key = (content, on_host.dtype, on_host.shape, device)
         if key not in self._sent:
@@ -89,8 +86,8 @@ class HostCopies:
     def get_lengths(self, starts: torch.Tensor) -> PackedLengths:
         """Return the lengths of packed sequences from the indices at which they start.
 
-        If the host has no copy of `starts`, this waits for the device. All layers of an encoder
-        need the same lengths, so they are computed only once.
+        All layers of an encoder share one result. Without a copy of `starts`, this waits for the
+        device.
         """
         host_starts = self.find(starts)
         if host_starts is None:
@@ -113,8 +110,7 @@ def get_host_copies() -> HostCopies | None:
 def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[HostCopies]:
     """Make encoders compute lengths and positions from host copies of tensors, inside a `with`.
 
-    Each pair is a tensor on the device and the same numbers on the host. So the encoders need not
-    wait for the device. Copies of tensors that are derived from these are added to the result.
+    Copies of tensors that are derived from these are added to the result.
     """
     copies = HostCopies(pairs)
     token = _current.set(copies)
@@ -127,9 +123,9 @@ def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[HostCopies]:
 class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, in a `with`)
     """Compute what depends on known numbers alone on the host, inside a `with`.
 
-    The results are sent to the device and become known too. Results may be tensors of their own
-    where torch would return a view. So a model that writes into such a view computes something
-    else, and its results have to be compared with those of a plain run.
+    The results are sent to the device and become known. They may be tensors of their own where
+    torch would return a view. So a model that writes into such a view computes something else, and
+    its results have to be compared with those of a plain run.
     """
 
     def __init__(self, copies: HostCopies) -> None:
@@ -170,7 +166,6 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
         return tensor if tensor.device.type == "cpu" else self._copies.find(tensor)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Make a tensor from Python's numbers."""
         device = torch.device(kwargs["device"])
         made = func(*args, **{**kwargs, "device": "cpu"})
         return made if device.type == "cpu" else self._copies.send(made, device)
@@ -228,7 +223,6 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
 
 
 def _flatten(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy of a tensor with one dimension."""
     return tensor.clone(memory_format=torch.contiguous_format).view(-1)
 
 

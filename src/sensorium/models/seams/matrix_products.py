@@ -2,17 +2,16 @@
 
 Each change is compared with the original, and undone if it differs by more than rounding.
 
-1. Products of one input are joined: query, key and value, or the two of a gated layer. Their
-   weights become parts of one matrix. The member that is called first multiplies by all of it, and
-   the others take their shares of the result. A share is used only by a member that is called with
-   the very same tensor object, so a member that is called with another tensor never gets a wrong
-   share. (It would if a module changed the tensor in place between two members. No family does so.)
-   If shares are left over several times in a row, the group is dissolved, and its members compute
-   for themselves.
+1. Products of one input are joined: query, key and value, or the two of a gated layer. The member
+that is called first multiplies by the joined weights, and the others take their shares of the
+result. A share is used only by a member that is called with the very same tensor object, so it is
+never wrong. (It would be if a module changed the tensor in place between two members. No family
+does so.) If shares are left over several times in a row, the group is dissolved.
+
 2. Widths are padded. A matrix with rows that are no multiple of 16 bytes gets a slow kernel: a
-   width of 3,420 takes three times as long as one of 3,456. If such a width lies between two
-   products of one module, rows of zeros are added to the first matrix and columns of zeros to the
-   second. The added numbers are multiplied by zero in the end, so the result is the same.
+width of 3,420 takes three times as long as one of 3,456. If such a width lies between two products
+of one module, rows of zeros are added to the first matrix and columns of zeros to the second. The
+added numbers are multiplied by zero in the end.
 """
 
 from __future__ import annotations
@@ -43,15 +42,12 @@ _LARGE = 32.0  # how much larger the test numbers in the padding are than others
 
 
 class SiblingGroup:
-    """A group of linear layers with the same input that are computed as one matrix product.
-
-    The first member that is called multiplies the input by the joined weights, and the other
-    members return their parts of that result. The members' own weights become views of `weight`.
-    """
+    """A group of linear layers with the same input that are computed as one matrix product."""
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         self.members = tuple(members)
         self._sizes = [member.out_features for member in members]
+        # The members' own weights become views of it.
         self.weight = torch.cat(tuple(member.weight for member in members))
         biases = tuple(member.bias for member in members if member.bias is not None)
         self.bias = torch.cat(biases) if biases else None
@@ -91,10 +87,9 @@ class SiblingGroup:
 
 @torch.inference_mode()
 def find_groups(model: nn.Module) -> dict[nn.Module, list[SiblingGroup]]:
-    """Join the linear layers of a model that have the same input, in place.
+    """Join layers of the same input in place, and return the groups by the containing module.
 
-    Return the groups of joined layers by the module that contains them. Layers that would give
-    other results when joined are left as they are.
+    Layers that would give other results when joined are not changed.
     """
     groups: dict[nn.Module, list[SiblingGroup]] = {}
     for parent in model.modules():
@@ -128,10 +123,7 @@ def _join(members: Sequence[nn.Module]) -> SiblingGroup | None:
 
 @torch.inference_mode()
 def align_widths(model: nn.Module) -> int:
-    """Pad inner matrix widths of a model's modules in place, so that faster kernels can be used.
-
-    Return how many widths were padded.
-    """
+    """Pad inner matrix widths of modules in place for faster kernels, and return how many."""
     num_uses = Counter(id(child) for module in model.modules() for child in module.children())
     padded = 0
     for module in list(model.modules()):
@@ -146,10 +138,7 @@ def align_widths(model: nn.Module) -> int:
 
 
 def _align(module: nn.Module, linears: Sequence[nn.Linear], width: int) -> bool:
-    """Pad one inner width of a module if that does not change its results.
-
-    Return whether it was padded. `linears` are the linear layers of the module.
-    """
+    """Pad an inner width of a module if that keeps its results; return whether it was padded."""
     producers = [linear for linear in linears if linear.out_features == width]
     consumers = [linear for linear in linears if linear.in_features == width]
     if not consumers or set(producers) & set(consumers):
@@ -200,10 +189,10 @@ def _measure_padded(
 ) -> float:
     """Return the largest relative difference between a padded module and its original.
 
-    `rows` is the test input and `expected` the output of the original. The module is run with zeros
-    in the padding of the first products (`producers`), and then with large numbers instead. These
-    are multiplied by zero in the end. But they change the result if something in between depends on
-    all numbers, such as a norm or a softmax. A module that fails has the distance infinity.
+    The module is run with zeros in the padding of the first products (`producers`), and then with
+    large numbers instead. These are multiplied by zero in the end. But they change the result if
+    something in between depends on all numbers, such as a norm or a softmax. A module that fails
+    has the distance infinity.
     """
     try:
         distances = [_get_distance(module(rows), expected)]

@@ -5,14 +5,12 @@ sequence. Two things make them wait for the device, and both are changed here:
 
 1. Attention. If the name of the attention implementation contains "flash", towers call it once and
 pass the lengths. Any other implementation is called in a loop, for which they read the lengths from
-the device. So ours has "flash" in its name. Only towers that can call it in this way get it. All
-others keep their attention.
+the device. So ours has "flash" in its name. Only towers that can call it in this way get it.
 
-2. Lengths and positions. A tower derives positions, windows and lengths from the grids of its
-pictures with functions of `transformers.vision_utils`. These read the grids back from the device.
-Inside `host_copies.keep_host_copies` they compute on the host and send their results to the device.
-They are replaced in the Python modules of the towers, under the names that are used there. Outside
-`keep_host_copies` they work as before.
+2. Lengths and positions. Towers derive them from the grids of their pictures with functions of
+`transformers.vision_utils`, which read the grids back from the device. Inside `keep_host_copies`
+they compute on the host and send their results to the device; outside, they work as before. They
+are replaced in the towers' Python modules, under the names that are used there.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ DENSE_ATTENTION = "sdpa"
 def find_packing_towers(model: PreTrainedModel, decoder: torch.nn.Module) -> list[PreTrainedModel]:
     """Return the encoders of a model that can be called with the lengths of packed sequences.
 
-    Such an encoder concatenates several sequences without padding. Parts of the decoder, and
-    modules that contain it, are left out.
+    Parts of the decoder, and modules that contain it, are left out.
     """
     inside_decoder = set(decoder.modules())
     return [
@@ -65,10 +62,7 @@ def set_attention(towers: list[PreTrainedModel], name: str) -> None:
 
 
 def _can_pack(tower: PreTrainedModel) -> bool:
-    """Return whether an encoder's code can pass the lengths of packed sequences to attention.
-
-    It has to check for a flash attention implementation, and to pass `cu_seq_lens_q` to it.
-    """
+    """Return whether an encoder's code passes the lengths of sequences to a flash attention."""
     module = sys.modules[type(tower).__module__]
     asks = any(value is is_flash_attention_requested for value in vars(module).values())
     return asks and "cu_seq_lens_q=" in inspect.getsource(module)
@@ -82,15 +76,11 @@ def _packed_attention(
     attention_mask: torch.Tensor | None = None,
     *,
     scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,  # starts of packed sequences, and the total
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention output of an encoder layer; Transformers calls this function.
-
-    `cu_seq_lens_q` has the starts of the packed sequences, and the total as its last entry. Without
-    it, the batch is not packed, and torch's attention computes it.
-    """
-    if cu_seq_lens_q is None:
+    """Return the attention output of an encoder layer; Transformers calls this function."""
+    if cu_seq_lens_q is None:  # the batch is not packed
         dense = ALL_ATTENTION_FUNCTIONS[DENSE_ATTENTION]
         output, _ = dense(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         return output, None
@@ -99,10 +89,7 @@ def _packed_attention(
 
 
 def _get_lengths(starts: torch.Tensor) -> PackedLengths:
-    """Return the lengths of packed sequences from the indices at which they start.
-
-    This waits for the device, unless the host has a copy of `starts`.
-    """
+    """Return lengths of sequences from their starts; wait for the device without a host copy."""
     copies = get_host_copies()
     if copies is None:
         return PackedLengths.from_starts(starts, starts.cpu())
@@ -120,10 +107,9 @@ ALL_MASK_ATTENTION_FUNCTIONS.register(
 
 
 def compute_on_host(towers: Iterable[PreTrainedModel]) -> None:
-    """Make encoders compute the lengths and positions of their sequences on the host.
+    """Make encoders compute lengths and positions on the host, inside `keep_host_copies`.
 
-    Their functions for it are replaced by others that, inside `keep_host_copies`, don't wait for
-    the device. Each Python module that defines an encoder is changed once.
+    Each Python module that defines an encoder is changed once.
     """
     for name in {type(tower).__module__ for tower in towers}:
         names = vars(sys.modules[name])

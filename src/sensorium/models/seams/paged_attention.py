@@ -1,9 +1,9 @@
 """Registers our attention as an implementation that the decoders of Transformers can call.
 
 A decoder that is set to its name calls it in every attention layer. The object that computes
-attention is passed as a keyword argument of the decoder: in every family tried, a decoder passes
-unknown keyword arguments on to the attention function. Encoders keep their attention. Transformers
-builds no masks for an implementation that it doesn't have in its own list.
+attention is a keyword argument of the decoder: in every family tried, decoders pass unknown ones on
+to the attention function. Encoders keep their attention. Transformers builds no masks for an
+implementation that it doesn't have in its own list.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _UNSUPPORTED = ("softcap", "s_aux")
 
 
 class AttentionCall(Protocol):
-    """An object that computes the attention of every layer in one run of a decoder.
-
-    The decoder calls it instead of its own attention.
-    """
+    """An object that computes the attention of every layer in one run of a decoder."""
 
     def attend(
         self,
@@ -36,13 +33,9 @@ class AttentionCall(Protocol):
         key: torch.Tensor,  # [1, K, N, D]
         value: torch.Tensor,
         *,
-        scaling: float | None,
+        scaling: float | None,  # of the attention scores; None: one over the root of D
     ) -> torch.Tensor:
-        """Return the attention output [1, N, H, D of values] of one layer.
-
-        There are N tokens with H query heads of size D. `scaling` is the factor of the attention
-        scores; None means one over the root of D.
-        """
+        """Return the attention output [1, N, H, D of values] of one layer."""
 
 
 _current: ContextVar[AttentionCall | None] = ContextVar("attention call", default=None)

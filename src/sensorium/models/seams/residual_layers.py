@@ -1,9 +1,9 @@
 """Adds the output of attention to a layer's input and normalises the sum, in one kernel.
 
-The sum and the norm after it are part of a layer, so its whole `forward` is replaced. That is done
-for layers of the common kind: norm, attention, sum, norm, MLP, sum. To find out whether a layer is
-of this kind, both forms are run with a stand-in for attention that records its arguments. The
-results and the recorded arguments must be the same.
+The sum and the norm after it are part of a layer, so its whole `forward` is replaced, if the layer
+is of the common kind: norm, attention, sum, norm, MLP, sum. To find that out, both forms are run
+with a stand-in for attention that records its arguments. The results and the recorded arguments
+must be the same.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ class LayerParts(NamedTuple):
 
 
 def find_parts(layer: nn.Module) -> LayerParts | None:
-    """Return the norms, the attention and the MLP of a layer, found by their usual names.
-
-    Return None if the layer does not have all of them.
-    """
+    """Return the parts of a layer, found by their usual names, or None if it lacks any of them."""
     children = dict(layer.named_children())
     for names in _NAMES:
         if children.keys() >= set(names):
@@ -54,11 +51,7 @@ def find_parts(layer: nn.Module) -> LayerParts | None:
 def make_forward(
     layer: nn.Module, parts: LayerParts, add_and_normalize: AddAndNormalize
 ) -> Callable[..., torch.Tensor] | None:
-    """Return a faster `forward` for a layer, or None if the layer computes something else.
-
-    In the new form, `add_and_normalize` computes the layer's first sum and its second norm in one
-    kernel. Both forms are run on random input, and must agree.
-    """
+    """Return a `forward` with fewer kernels, or None if it differs from the layer's own."""
     parameters = list(inspect.signature(layer.forward).parameters.values())
     named = [p for p in parameters[1:] if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     names = [p.name for p in named]
@@ -94,10 +87,7 @@ def make_forward(
 def _run(
     forward: Callable[..., Any], attention: nn.Module, x: torch.Tensor, options: Mapping[str, Any]
 ) -> tuple[Any, list[dict[str, Any]]]:
-    """Run a layer with a stand-in for its attention, and return its result and a list of arguments.
-
-    The list has the keyword arguments of each call of attention.
-    """
+    """Run a layer with a stand-in for attention; return its result and attention's arguments."""
     calls: list[dict[str, Any]] = []
     is_tuple = _returns_tuple(attention)
 

@@ -1,7 +1,7 @@
-"""The interfaces of all caches of processed items, whatever they keep and wherever that lies.
+"""The interfaces of all caches of processed items, wherever they keep them.
 
-A request holds an `ItemHandle` for each item from the time it was found or processed until the
-core has taken it. A cache does not evict an item before its handles are released.
+A request holds an `ItemHandle` for each item from when it was found or processed until the core has
+received it. No cache evicts an item before its handles are released.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from sensorium.types.multimodal import (
 
 @dataclass(slots=True, kw_only=True)
 class CacheStatistics:
-    """The counters of a cache since its start, and its content at this moment.
-
-    A cache updates an instance of its own, and returns copies of it.
-    """
+    """The counters of a cache, which returns copies of them, and its present content."""
 
     num_queries: int = 0
     num_hits: int = 0
@@ -39,10 +36,9 @@ class CacheStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ItemHandle:
-    """A reference to a processed media item, which keeps the item in a cache until it is released.
+    """A request's reference to one processed item, which keeps the item in a cache until released.
 
-    A request has one handle for each of its items. If a handle has neither tensors (`kwargs`) nor a
-    `reference`, the engine core has the tensors already.
+    A handle with neither `kwargs` nor a `reference` is for an item that the core already has.
     """
 
     modality: str
@@ -55,39 +51,30 @@ class ItemHandle:
 
 
 class ProcessorCache(Protocol):
-    """A cache of processed media items that several threads may use."""
+    """A thread-safe cache of processed items.
+
+    With `needs_layout`, an entry without a layout counts as absent.
+    """
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
-        """Return True if the cache has the media item, so that `get_and_update_item` would find it.
-
-        With `needs_layout`, an entry without a layout (the text that replaces the item's marker in
-        a prompt) counts as absent. This call changes neither the order of eviction nor the
-        statistics.
-        """
+        """Return True if `get_and_update_item` would find the item; count and reorder nothing."""
         ...
 
     def get_and_update_item(
         self, mm_hash: str, item: ProcessedItem | None = None, *, needs_layout: bool = True
     ) -> ItemHandle | None:
-        """Return a handle for a media item, and store `item` if the cache does not have it yet.
+        """Return a handle for an item, and store `item` if the cache does not have it yet.
 
-        The handle keeps the item in the cache until `release`, and the item becomes the most
-        recently used. If the cache has the item, that counts as a query and a hit. If it does not
-        and `item` is given, that counts as a query, and `item` is stored if there is room. If it
-        does not and `item` is None, return None and count nothing: the caller processes the item
-        and calls again.
-
-        With `needs_layout`, an entry without a layout (the text that replaces the item's marker in
-        a prompt) counts as absent. If `item` is given, such an entry takes over its layout and
-        keeps its own tensors.
+        The item becomes the most recently used, and stays until `release`. If the cache has it,
+        that counts as a query and a hit. If not and `item` is given, that counts as a query, and
+        `item` is stored if there is room. If not and `item` is None, return None and count nothing:
+        the caller processes the item and calls again. An entry that is absent only for its lack of
+        a layout takes over that of `item`, and keeps its own tensors.
         """
         ...
 
     def release(self, handles: Iterable[ItemHandle]) -> None:
-        """Release the handles, so that items which no other request holds may be evicted.
-
-        Each handle must be released exactly once.
-        """
+        """Release each of these handles, exactly once, so that its item may be evicted."""
         ...
 
     def clear_cache(self) -> None:
@@ -98,51 +85,40 @@ class ProcessorCache(Protocol):
 
 
 class SenderCache(ProcessorCache, Protocol):
-    """The frontend's side of a cache of processed media items that are sent to an engine core.
-
-    The frontend is the process that prepares requests. The engine core is the process that
-    schedules them and runs the model.
-    """
+    """The frontend's side of a cache of processed items that are sent to an engine core."""
 
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
-        """Return the message that brings the media items of a request to the engine core.
+        """Return the message that brings the items of a request to the core.
 
-        Every message must be sent, and in the order in which the messages were made.
+        Every message must be sent, in the order in which the messages were made.
         """
         ...
 
     def handle_missing(self, missing: MissingItems) -> None:
-        """Record that the engine core has refused a request because it lacks these media items.
+        """Record that the core has refused a request because it lacks these items.
 
-        The caller then makes another transfer. A handle with tensors can be used for it. For a
-        handle without tensors, the caller first gets a new one from `get_and_update_item`, as for a
-        new item, and releases the old one. That counts as one more query.
+        The caller then makes another transfer. A handle with tensors can be used again. For one
+        without, the caller gets a new one from `get_and_update_item`, as for a new item (that
+        counts as one more query), and releases the old one.
         """
         ...
 
 
 class ReceiverCache(Protocol):
-    """The engine core's side of a cache of processed media items that a frontend sends.
-
-    It is not thread-safe, because only one thread of the core uses it.
-    """
+    """The core's side of a cache of processed items from a frontend, for one thread."""
 
     def receive(
         self, mm_hashes: Sequence[str], transfer: Transfer
     ) -> dict[str, MultiModalKwargsItem] | MissingItems:
-        """Return the tensors of a request's media items by `mm_hash`, and hold them for it.
+        """Return the tensors of a request's items by `mm_hash`, and hold them until `release`.
 
-        The items are held until `release`. If the engine core lacks some of them, hold nothing and
-        return `MissingItems`, which lists those that have to be sent. `transfer` is the message
-        that the frontend sent with the request.
+        `transfer` came with the request. If the core lacks items, hold nothing, and return a
+        `MissingItems` that lists those to send.
         """
         ...
 
     def release(self, mm_hashes: Iterable[str]) -> None:
-        """Release the media items of a request that has ended.
-
-        Call this once for each call of `receive` that returned tensors.
-        """
+        """Release the items of a request that has ended, once per `receive` that gave tensors."""
         ...
 
     def clear_cache(self) -> None: ...

@@ -5,11 +5,11 @@ the cache that leads a core is not disturbed. `mirror.MirrorSender` extends it t
 
 Invariants:
   1. The entries together have at most `capacity_bytes`.
-  2. An entry that a handle was given for is not evicted before the handle is released.
+  2. An entry is not evicted while a handle for it is unreleased.
   3. Of the other entries the least recently used is evicted first. The release of the last handle
      is a use.
-  4. There is one query for each handle that was given out. It is a hit if no item was needed.
-  5. Without a capacity nothing is kept and nothing is counted: every item travels with its request.
+  4. Each handle that is given out counts as one query, and as a hit if no item was needed.
+  5. Without a capacity nothing is kept or counted: every item travels with its request.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ItemEntry:
-    """A processed media item in a cache.
-
-    A request may also hold an entry that did not fit into the cache.
-    """
+    """A processed item in a cache, or one that did not fit but that a request still holds."""
 
     modality: str
     mm_hash: str
@@ -46,10 +43,7 @@ class ItemEntry:
 
 
 class ByteLru:
-    """A table of entries, limited in bytes, that evicts the least recently used entries first.
-
-    A pin keeps an entry from being evicted. The table is not safe to use from several threads.
-    """
+    """A table of entries, limited in bytes, that evicts the least recently used unpinned ones."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -75,11 +69,7 @@ class ByteLru:
         return num_bytes <= self.capacity_bytes - self._num_pinned_bytes
 
     def add(self, entry: ItemEntry) -> list[ItemEntry]:
-        """Keep an entry, and return the entries that were evicted to make room for it.
-
-        The entry keeps its pins. Raise `InvariantError` if an entry of the same hash is kept
-        already, or if `can_add` returns False.
-        """
+        """Keep an entry and its pins, and return those that were evicted to make room for it."""
         if entry.mm_hash in self._entries or not self.can_add(entry.num_bytes):
             raise InvariantError(f"media item {entry.mm_hash} is cached already, or does not fit")
         victims = []
@@ -103,11 +93,7 @@ class ByteLru:
             self._num_pinned_bytes += entry.num_bytes
 
     def unpin(self, entry: ItemEntry) -> None:
-        """Take back one pin, which kept the entry from being evicted.
-
-        After its last pin the entry may be evicted, and counts as the most recently used. Raise
-        `InvariantError` if the entry has no pin.
-        """
+        """Remove one pin; without any, the entry becomes evictable, as the most recently used."""
         if not entry.num_pins:
             raise InvariantError(f"media item {entry.mm_hash} is unpinned, but has no pin")
         entry.num_pins -= 1
@@ -126,11 +112,7 @@ class ByteLru:
 
 
 class ItemTable:
-    """A `ProcessorCache` in the memory of this process.
-
-    It is safe to use from several threads. With a capacity of 0 bytes it keeps nothing, and its
-    handles carry the tensors.
-    """
+    """A thread-safe `ProcessorCache` in the memory of this process."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._lock = RLock()  # of everything below, and of what subclasses add
@@ -191,21 +173,15 @@ class ItemTable:
             return replace(self._counts, num_items=len(self._lru), num_bytes=self._lru.num_bytes)
 
     def _find(self, mm_hash: str, needs_layout: bool) -> ItemEntry | None:
-        """Return the entry that the cache has for this hash, or None if there is none.
-
-        With `needs_layout`, an entry without a layout (the text that replaces the item's marker in
-        a prompt) counts as absent.
-        """
         entry = self._lru.get(mm_hash)
         return entry if entry and (entry.layout is not None or not needs_layout) else None
 
     def _rebind(self, handles: Sequence[ItemHandle]) -> None:
-        """Make each handle pin the entry that the cache has for its hash at this moment.
+        """Make each handle pin the entry that the cache now has for its hash.
 
-        A handle is a request's reference to a media item, and its pin keeps the entry from being
-        evicted. The cache may have been cleared since the handle was made. If the cache has no
-        entry for the hash, the item is stored again. If the handle has no tensors or there is no
-        room, the handle keeps the entry that it had, outside the cache.
+        The cache may have been cleared since the handle was made. If it has no entry, the item is
+        stored again. If the handle has no tensors or there is no room, it keeps its entry outside
+        the cache.
         """
         if any(handle not in self._held for handle in handles):
             raise InvariantError("a handle was released before its media item was sent")
@@ -220,10 +196,7 @@ class ItemTable:
                 self._add(entry)
 
     def _pin_kept(self, handle: ItemHandle) -> bool:
-        """Pin the entry that the cache has now for the hash of a handle, and unpin its former one.
-
-        Return False, and change nothing, if the cache has no such entry.
-        """
+        """Move a handle's pin to the present entry for its hash; return False if there is none."""
         entry, previous = self._lru.get(handle.mm_hash), self._held[handle]
         if entry is not None and entry is not previous:
             self._lru.pin(entry)
@@ -232,7 +205,7 @@ class ItemTable:
         return entry is not None
 
     def _keep(self, item: ProcessedItem) -> ItemEntry:
-        """Return a new entry for the media item, and store the entry if there is room for it."""
+        """Return a new entry for the item, which is stored if there is room for it."""
         entry = ItemEntry(
             modality=item.modality,
             mm_hash=item.mm_hash,
@@ -262,11 +235,7 @@ class ItemTable:
             self._note_removals([entry])
 
     def _note_removals(self, entries: Iterable[ItemEntry]) -> None:
-        """Do nothing after entries were removed from the cache.
-
-        A subclass that sends items to an engine core overrides this, to make the core drop them as
-        well.
-        """
+        """Do nothing, unless a subclass leads a core, which has to drop the removed entries."""
 
     def _warn_if_too_large(self, num_bytes: int) -> None:
         capacity_bytes = self._lru.capacity_bytes
@@ -281,11 +250,11 @@ class ItemTable:
 
 
 def own_tensors(kwargs: MultiModalKwargsItem) -> MultiModalKwargsItem:
-    """Return the tensors of a media item, with a copy of each that is only a part of a larger one.
+    """Return the tensors of an item, with a copy of each that is a part of a larger one.
 
-    Without the copy, the cache would keep the whole larger tensor in memory. A tensor that
-    `torch.frombuffer` made is never copied, because torch does not know the size of the buffer
-    behind it. So callers must pass a buffer that belongs to this item alone.
+    Without the copy, the cache would keep the whole larger tensor in memory. A tensor of
+    `torch.frombuffer` is never copied, because torch does not see the size of its buffer: callers
+    must pass a buffer that belongs to this item alone.
     """
     return {
         name: tensor if tensor.untyped_storage().nbytes() <= tensor.nbytes else tensor.clone()

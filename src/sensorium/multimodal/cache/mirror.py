@@ -1,17 +1,17 @@
 """The mirrored cache: the frontend leads, and the core follows.
 
-The leader (`MirrorSender`) decides what the core keeps. It owns the order, the sizes and the
-layouts of what the core holds, and the tensors of what was not sent yet. An entry is *staged* (its
-tensors are here and were never sent) or *sent* (the core has the tensors, and here they are
-dropped). The follower (`MirrorReceiver`) owns the tensors in the core and never chooses. A life of
-the follower is an *epoch*.
+The leader (`MirrorSender`) decides what the core keeps. It owns the order, sizes and layouts of
+what the core holds, and the tensors that were not sent yet. Its entries are *staged* (it has the
+tensors, and never sent them) or *sent* (the core has the tensors, and the leader dropped them). The
+follower (`MirrorReceiver`) owns the tensors in the core and never chooses. An *epoch* is one life
+of the follower's cache, from one clearing to the next, and has a random number.
 
 Invariants:
   1. After message n, the follower keeps exactly what the leader had sent when it made n.
   2. Staged and sent entries together have at most `capacity_bytes`; so has the core.
-  3. What is not inserted travels with its request all the same: an item never waits for room.
-  4. The messages of an epoch are applied in their order or not at all. A message of another epoch,
-     or out of order, changes nothing but the epoch.
+  3. An item that is not inserted still travels with its request: no item waits for room.
+  4. The messages of an epoch are applied in order or not at all. A message of another epoch, or out
+     of order, changes nothing but the epoch.
   5. A new epoch begins empty. The messages that were under way when it began are refused without
      beginning another.
 """
@@ -38,10 +38,7 @@ UNKNOWN_EPOCH = 0  # of no core: the core answers the first message with its own
 
 
 class MirrorSender(ItemTable):
-    """A `SenderCache` in the frontend that decides which media items one engine core keeps.
-
-    With a capacity of 0 bytes it keeps nothing, and sends each item with its request.
-    """
+    """A `SenderCache` in the frontend that decides which items one engine core keeps."""
 
     def __init__(self, capacity_bytes: int, *, epoch: int = UNKNOWN_EPOCH) -> None:
         super().__init__(capacity_bytes)
@@ -52,20 +49,15 @@ class MirrorSender(ItemTable):
 
     @property
     def has_pending_evictions(self) -> bool:
-        """Return True if the engine core still holds items that were evicted here.
-
-        The core drops them at the next message. A frontend without requests may send
-        `make_transfer(())` for that purpose.
-        """
+        """Return True if the core holds items that were evicted here, until the next message."""
         with self._lock:
             return bool(self._evictions)
 
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
-        """Return the message that brings the media items of a request to the engine core.
+        """Return the message that brings a request's items to the core, and lists those to drop.
 
-        The message also lists the items that the core has to drop. Without handles it does only
-        that. Messages must be sent in the order in which they were made. If one is lost or comes
-        twice, the core clears its cache and begins a new epoch (a new count of messages).
+        Without handles it does only the latter. If a message is lost, or arrives twice or out of
+        order, the core begins a new epoch.
         """
         with self._lock:
             self._rebind(handles)
@@ -83,11 +75,11 @@ class MirrorSender(ItemTable):
             return Transfer(payloads=payloads, update=self._take_update(inserts))
 
     def handle_missing(self, missing: MissingItems) -> None:
-        """Record which media items the engine core lacks, so that they are sent again.
+        """Record which items the core lacks, so that they are sent again.
 
-        `missing` is the core's answer to a message. Answers must be passed in the order in which
-        they came. An item that was sent after the core gave this answer is not sent again. If the
-        core has begun a new epoch (its cache was cleared), all items that were sent count as lost.
+        The core's answers must be passed in the order in which they came. An item that was sent
+        after the core gave this answer is not sent again. With a new epoch, all sent items count as
+        lost.
         """
         with self._lock:
             self._counts.num_resends += len(missing.mm_hashes)
@@ -116,11 +108,10 @@ class MirrorSender(ItemTable):
         return update
 
     def _note_removals(self, entries: Iterable[ItemEntry]) -> None:
-        """Record the removed entries that the engine core has to drop as well.
+        """Record the removed entries that the core has to drop as well.
 
-        A request may still hold a handle (a reference) for such an item. Then the tensors are sent
-        again if the handle has them. If not, the core answers that they are missing, and the item
-        is processed again.
+        A request may still hold a handle for such an item. If the handle has the tensors, they are
+        sent again. If not, the core answers that they are missing, and the item is processed again.
         """
         self._evictions += [entry.mm_hash for entry in entries if entry.sent_in is not None]
 
@@ -159,17 +150,10 @@ class MirrorReceiver:
         return {key: payloads[key] if key in payloads else self._items[key] for key in wanted}
 
     def release(self, mm_hashes: Iterable[str]) -> None:
-        """Do nothing, because the sender decides when an item is evicted.
-
-        A request that has received an item keeps its tensors alive after the eviction.
-        """
+        """Do nothing: the sender decides what is evicted, and requests keep their tensors alive."""
 
     def clear_cache(self) -> None:
-        """Remove all media items, and begin a new epoch.
-
-        An epoch is the time between two clearings, and has a random number. The sender learns of
-        the new epoch from the answer to its next message.
-        """
+        """Remove all items and begin a new epoch, which the next answer gives to the sender."""
         self.epoch = _make_epoch()
         self._num_applied = 0
         self._items.clear()
@@ -179,11 +163,11 @@ class MirrorReceiver:
         return replace(self._counts, num_items=len(self._items))
 
     def _refuse(self, update: MirrorUpdate) -> None:
-        """Clear the cache and begin a new epoch, after a message that does not follow the last one.
+        """Begin a new epoch, after a message that does not follow the last one.
 
-        An epoch is the time between two clearings. The message shows that another one was lost or
-        came twice, or that the sender counts for another epoch. If no message of the current epoch
-        has come yet, a message of another epoch is only late, and nothing changes.
+        It shows that a message was lost or came twice, or that the sender is in another epoch. If
+        no message of this epoch has come yet, one of another epoch is only late, and nothing
+        changes.
         """
         if update.epoch == self.epoch or self._num_applied:
             self.clear_cache()

@@ -1,7 +1,7 @@
 """The sides of the shared-memory cache: frontends find and put items, the core reads them.
 
 The store (`shm_store`) decides what is kept, and for how long. Any number of senders, readers and
-receivers may share a store, each with its own instance of it.
+receivers may share it, each with its own instance.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ _MAX_MISSING = 4096
 
 
 class ShmSender:
-    """A `SenderCache` of media items that this process or others have put into shared memory.
+    """A `SenderCache` of items that this process or others have put into shared memory.
 
-    Its handles (a request's references to items) point to shared memory. A handle carries the
-    tensors themselves if they must be sent in a message, because there was no room in shared memory
-    or the engine core could not find them there.
+    Its handles point to shared memory. A handle carries the tensors only if they must be sent in a
+    message: shared memory had no room, or the core did not find them there.
     """
 
     def __init__(self, store: ShmStore) -> None:
@@ -68,11 +67,10 @@ class ShmSender:
         return replace(handle, is_hit=is_hit)
 
     def adopt(self, mm_hash: str, reference: ShmReference) -> ItemHandle | None:
-        """Return a handle for a media item that another process has put into shared memory.
+        """Return a handle for an item that another process has put into shared memory.
 
-        The handle keeps the item in shared memory until it is released. The statistics count one
-        query and no hit. Return None, and count nothing, if the item was evicted meanwhile. Raise
-        `InvariantError` if the reference leads to an item of another hash.
+        That counts as a query and no hit. If the item was evicted meanwhile, return None and count
+        nothing. Raise `InvariantError` if the reference leads to an item of another hash.
         """
         item = self._store.lease(reference)
         if item is None:
@@ -112,9 +110,9 @@ class ShmSender:
 
     @contextmanager
     def reading(self, mm_hash: str) -> Iterator[MultiModalKwargsItem | None]:
-        """Give the tensors of a media item in shared memory, which stay there meanwhile.
+        """Give the tensors of an item in shared memory, which stay there meanwhile, or None.
 
-        It is None if shared memory does not have the item. This counts as no query.
+        This counts as no query.
         """
         item = self._store.acquire(mm_hash, is_use=False)
         if item is None:
@@ -132,10 +130,10 @@ class ShmSender:
         return replace(handle, kwargs=item.kwargs)
 
     def _put(self, item: ProcessedItem) -> tuple[ItemHandle, bool]:
-        """Put a media item into shared memory, and return a handle that keeps it there.
+        """Put an item into shared memory; return a handle, and whether it was there already.
 
-        The second value is True if shared memory had the item already. If there is no room for the
-        item, but shared memory has the same item without a layout, the handle refers to that one.
+        If there is no room, but shared memory has the item without a layout, the handle refers to
+        that.
         """
         reference, was_there = self._store.put_or_find(item)
         if reference is None and (bare := self._store.acquire(item.mm_hash)) is not None:
@@ -151,9 +149,8 @@ class ShmSender:
 class SharedReadonlyCache(ItemTable):
     """A `ProcessorCache` for requests that don't run the model, such as rendering and tokenising.
 
-    It reads media items that the main cache has in shared memory, and does not change the order of
-    eviction or the statistics there. Items that are not in shared memory are kept in this process.
-    Every handle of this cache carries the tensors.
+    It reads items from shared memory, without a change to the order of eviction or the statistics
+    there. Other items are kept in this process. Every handle carries the tensors.
     """
 
     def __init__(self, store: ShmStore, capacity_bytes: int) -> None:
@@ -196,8 +193,8 @@ class SharedReadonlyCache(ItemTable):
     def _acquire(self, mm_hash: str, *, needs_layout: bool) -> ItemHandle | None:
         """Return a handle on an item in shared memory with its tensors, or None without one.
 
-        An item that was stored with the output of an encoder counts as absent: it has not all of
-        its own tensors, and these are what a renderer sends.
+        An item that was stored with an encoder output counts as absent: a renderer sends the item's
+        own tensors, and that item lacks some of them.
         """
         item = self._store.acquire(mm_hash, needs_layout=needs_layout, is_use=False)
         if item is None:
@@ -211,18 +208,16 @@ class SharedReadonlyCache(ItemTable):
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """A media item that running requests of the engine core use, and how many they are."""
-
     kwargs: MultiModalKwargsItem
     reference: ShmReference | None  # the lease; None: the tensors came with a message
     num_requests: int = 0
 
 
 class ShmReceiver:
-    """A `ReceiverCache` that reads media items from shared memory, without a copy.
+    """A `ReceiverCache` that reads items from shared memory, without a copy.
 
-    Running requests with the same item share its tensors. A hash that occurs twice in one call of
-    `receive` or `release` counts once.
+    Running requests with the same item share its tensors. A hash that occurs twice in one call
+    counts once.
     """
 
     def __init__(self, store: ShmStore) -> None:
@@ -261,7 +256,7 @@ class ShmReceiver:
                     self._store.release(held.reference)
 
     def clear_cache(self) -> None:
-        """Remove all media items from shared memory, except those that running requests use."""
+        """Remove all items from shared memory, except those that running requests use."""
         self._store.clear_cache()
 
     def statistics(self) -> CacheStatistics:

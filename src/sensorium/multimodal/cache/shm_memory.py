@@ -1,11 +1,11 @@
 """The memory of a shared-memory store: a segment with a mutex, and a table of its content.
 
 Free of torch, so that a parent may make the memory for processes that attach to it. The memory is
-an anonymous file (`memfd_create`). It has no name, so nothing can be left behind: it goes with the
-last process that holds it. Other processes get its descriptor by inheritance.
+an anonymous file (`memfd_create`). Without a name, nothing can be left behind: it goes with the
+last process that holds it. Other processes inherit its descriptor.
 
 The table owns the slots and the order of use, and never touches the bytes of an item. Its methods
-run inside the mutex, and any of them may be cut off by a SIGKILL after any of its stores.
+run inside the mutex, and a SIGKILL may cut any of them off after any of its stores.
 
 Invariants of the segment:
   1. Every byte is reserved before its first use, and the size is sealed: no access can end in a
@@ -19,10 +19,10 @@ Invariants of the table, at every instruction:
   1. A slot changes hands by one aligned store: of its state, or of one word of its leases. Its
      other fields are written while it is FREE and not read.
   2. Slots that are not FREE don't overlap. Free space is what they leave; it is not recorded.
-  3. A slot with a lease is freed only by its last leaseholder, or after the death of that one.
+  3. A slot with a lease is freed only by its last leaseholder, or after that one's death.
   4. WRITING and RETIRED slots without a lease have no owner; `free_orphans` frees them.
-  5. Items lie in the part of the data region that is reserved. It is a beginning of the region, and
-     only grows. Where the system lacks memory for that, the table evicts items as if it were full.
+  5. Items lie in the reserved part of the data region, which starts at its beginning and only
+     grows. Where the system lacks memory for that, the table evicts items as if it were full.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ class ShmSegment:
     """A block of shared memory with a mutex, as one process has mapped it.
 
     `with segment:` holds the mutex, which excludes other processes, other threads and other
-    instances in this process. A child process attaches to the file descriptor `fd`, which it gets
-    by `pass_fds`.
+    instances in this process. A child process that inherits `fd` (by `pass_fds`) attaches to it.
     """
 
     def __init__(self, fd: int) -> None:
@@ -75,10 +74,10 @@ class ShmSegment:
 
     @classmethod
     def create(cls, num_bytes: int, *, reserved_bytes: int) -> ShmSegment:
-        """Return new shared memory of `num_bytes` zeros, and reserve the first ones.
+        """Return new shared memory of `num_bytes` zeros.
 
-        The others must not be used before `reserve` has returned True for them. Raise `ModelError`
-        if the system is not Linux, or has too little memory for `reserved_bytes`.
+        Only the first `reserved_bytes` may be used before `reserve` has returned True for others.
+        Raise `ModelError` if the system is not Linux, or has too little memory.
         """
         if sys.platform != "linux":
             raise ModelError(
@@ -99,17 +98,11 @@ class ShmSegment:
 
     @classmethod
     def attach(cls, fd: int) -> ShmSegment:
-        """Map the shared memory behind a file descriptor that was inherited from another process.
-
-        The descriptor is duplicated, so the caller still has to close it.
-        """
+        """Map the memory behind an inherited descriptor, which the caller still has to close."""
         return cls(os.dup(fd))
 
     def reserve(self, start: int, end: int) -> bool:
-        """Reserve the bytes `[start, end)`, and return whether the system had memory for them.
-
-        Bytes that are reserved already stay as they are.
-        """
+        """Reserve the bytes `[start, end)`; return whether the system had memory for them."""
         # Looked up first: a reservation beyond a control group's limit would not fail, but have the
         # kernel kill a process.
         free_bytes = get_free_system_bytes()
@@ -146,10 +139,10 @@ class ShmSegment:
         self._thread_lock.release()
 
     def join(self, max_members: int) -> int:
-        """Register this instance as a member of the shared memory, and return its member number.
+        """Return a member number for this instance, while the caller holds the mutex.
 
-        The number is below `max_members`, and no other living instance in any process has it. Raise
-        `CapacityError` if all numbers are taken. The caller must hold the mutex.
+        It is below `max_members`, and no other living instance in any process has it. Raise
+        `CapacityError` if all are taken.
         """
         for member in range(max_members):
             try:
@@ -167,20 +160,14 @@ class ShmSegment:
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Close the file descriptors, which also gives up this instance's member number.
-
-        Views of the buffer stay usable. The caller must hold the mutex.
-        """
+        """Close the descriptors and end the membership, inside the mutex; views stay usable."""
         self._is_closed = True
         os.close(self._lock_fd)
         os.close(self.fd)
 
 
 def _describe(kind: int, member: int) -> bytes:
-    """Return the `struct flock` for a lock on the byte that stands for the number `member`.
-
-    `kind` is the type of the lock, such as `fcntl.F_WRLCK`.
-    """
+    """Return the `struct flock` of a lock on the byte that stands for a member number."""
     return _FLOCK.pack(kind, os.SEEK_SET, member, 1, 0)
 
 
@@ -199,7 +186,7 @@ Key = bytes  # of 32 bytes
 
 
 class SlotState:
-    """The states of a slot, which is a row of the table that describes one media item.
+    """The states of a slot, which is the row of the table for one item.
 
     They are numpy integers instead of an enum, because comparing a column of the table with
     anything else takes many times as long.
@@ -230,21 +217,16 @@ def get_table_bytes(num_slots: int) -> int:
 
 
 class ShmIndex:
-    """The table of the media items in shared memory, with one slot (row) for each item.
+    """The table of the items in shared memory, with one slot (row) for each item.
 
     A member is a process that has joined the segment. Its lease on a slot keeps the item from being
-    evicted. The caller of a method must hold the segment's mutex. Only `get_extent` may be called
-    without it, for a slot on which the caller has a lease.
+    evicted. Methods are called inside the segment's mutex, except `get_extent` under a lease.
     """
 
     def __init__(
         self, buffer: memoryview, *, reserve: Callable[[int, int], bool] = lambda *_: False
     ) -> None:
-        """Find the table at the beginning of the shared memory.
-
-        `reserve` reserves the bytes from one offset of the memory to another, and returns whether
-        the system had memory for them.
-        """
+        """Find the table at the start of the memory; `reserve` is that of its `ShmSegment`."""
         self._reserve_bytes = reserve
         header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
         if header[_Field.MAGIC] != _MAGIC:
@@ -266,11 +248,10 @@ class ShmIndex:
     # Questions.
 
     def find(self, key: Key, *, needs_layout: bool = False) -> int | None:
-        """Return the number of the slot (table row) that has the media item of this key, or None.
+        """Return the slot that has the item of this key, or None.
 
-        With `needs_layout`, an item without a layout (the text that replaces its marker in a
-        prompt) counts as absent. At most one slot in the state READY has a given key, and only that
-        is found.
+        With `needs_layout`, an item without a layout counts as absent. At most one READY slot has a
+        given key, and only that is found.
         """
         words = np.frombuffer(key, np.uint64)
         for slot in (self._keys[0] == words[0]).nonzero()[0]:
@@ -279,10 +260,7 @@ class ShmIndex:
         return None
 
     def is_current(self, reference: ShmReference) -> bool:
-        """Return True if the slot of a reference still holds the media item that it was made for.
-
-        After an eviction the slot (a table row) may have been used for another item.
-        """
+        """Return True if the slot of a reference still has the item that it was made for."""
         slot = reference.slot
         return (
             0 <= slot < self.num_slots
@@ -294,7 +272,7 @@ class ShmIndex:
         return ShmReference(slot=slot, generation=int(self._generations[slot]))
 
     def get_extent(self, slot: int) -> tuple[int, int, int]:
-        """Return the offsets `(start, middle, end)` of a media item's bytes in the data region.
+        """Return the offsets `(start, middle, end)` of an item's bytes in the data region.
 
         The block of its tensors is `[start, middle)`, and its metadata is `[middle, end)`.
         """
@@ -306,11 +284,7 @@ class ShmIndex:
         return bool(self._has_layout[slot])
 
     def get_members(self) -> Iterator[int]:
-        """Yield the number of every member (attached process) that has a lease on a media item.
-
-        A lease keeps an item in shared memory while a process uses it. The process may have died
-        since. Leases that were left behind in FREE slots (unused table rows) count as well.
-        """
+        """Yield every member, living or dead, that has a lease, even one left in a FREE slot."""
         for word, bits in enumerate(np.bitwise_or.reduce(self._leases, axis=1).tolist()):
             for bit in range(_WORD_BITS):
                 if bits >> bit & 1:
@@ -322,10 +296,7 @@ class ShmIndex:
         return int(self._header[_Field.RESERVED])
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of items, bytes, evictions and oversized items, and the capacity.
-
-        They are those of all processes. Queries and hits are 0: each process counts its own.
-        """
+        """Return the counts of all processes, with 0 queries and hits: each counts its own."""
         ready = self._states == SlotState.READY
         return CacheStatistics(
             num_evictions=int(self._header[_Field.NUM_EVICTIONS]),
@@ -338,7 +309,7 @@ class ShmIndex:
     # Changes.
 
     def touch(self, slot: int) -> None:
-        """Mark the media item of a slot (table row) as the most recently used."""
+        """Mark the item of a slot as the most recently used."""
         now = int(self._header[_Field.CLOCK]) + 1
         self._header[_Field.CLOCK] = now
         self._last_used[slot] = now
@@ -349,11 +320,10 @@ class ShmIndex:
     def reserve(
         self, key: Key, *, block_bytes: int, metadata_bytes: int, has_layout: bool, member: int
     ) -> int | None:
-        """Reserve a slot and memory for a new media item, and return the number of the slot.
+        """Reserve a slot and memory for a new item, and return the slot.
 
-        The slot (table row) is in the state WRITING, and the process with the number `member` has a
-        lease on it, which keeps it from being evicted. Items without a lease are evicted as needed,
-        the least recently used first. Return None if that does not make enough room.
+        It is WRITING, with a lease of `member`. Items without a lease are evicted as needed, the
+        least recently used first. Return None if that does not make enough room.
         """
         room = -(-(block_bytes + metadata_bytes) // ALIGNMENT) * ALIGNMENT
         plan = self._plan(room)
@@ -381,27 +351,16 @@ class ShmIndex:
         return slot
 
     def commit(self, slot: int) -> None:
-        """Make the media item of a slot available to `find`, now that its bytes are complete.
-
-        If the cache was cleared since the slot was reserved, it stays RETIRED and the item is not
-        found.
-        """
+        """Make a complete item available to `find`, unless the cache was cleared meanwhile."""
         if self._states[slot] == SlotState.WRITING:
             self._states[slot] = SlotState.READY
 
     def free(self, slot: int) -> None:
-        """Mark a slot (table row) as FREE, so that it can be used for another media item.
-
-        The slot must have been only reserved, or have no lease.
-        """
+        """Mark a slot as FREE that was only reserved, or has no lease."""
         self._states[slot] = SlotState.FREE
 
     def retire(self, slot: int) -> None:
-        """Make the media item of a slot (table row) unavailable to `find`.
-
-        The slot becomes FREE when the last process that uses the item gives up its lease, or at
-        once if there is no lease.
-        """
+        """Hide an item from `find`, and free its slot with its last lease, or now without one."""
         is_leased = self._leases[:, slot].any()
         self._states[slot] = SlotState.RETIRED if is_leased else SlotState.FREE
 
@@ -420,19 +379,13 @@ class ShmIndex:
             self.retire(slot)
 
     def discharge(self, member: int) -> None:
-        """Remove all leases of a member (an attached process) that has left or died.
-
-        A lease keeps a media item in shared memory while a process uses it.
-        """
+        """Remove all leases of a member that has left or died."""
         word, bit = divmod(member, _WORD_BITS)
         for slot in np.flatnonzero(self._leases[word] >> np.uint64(bit) & np.uint64(1)):
             self.remove_lease(int(slot), member)
 
     def free_orphans(self) -> None:
-        """Free the slots (table rows) that no living process will complete or free.
-
-        These are the WRITING and RETIRED slots on which no process has a lease.
-        """
+        """Free WRITING and RETIRED slots without a lease, which no living process will free."""
         is_pending = (self._states == SlotState.WRITING) | (self._states == SlotState.RETIRED)
         for slot in np.flatnonzero(is_pending):
             if not self._leases[:, slot].any():
@@ -441,10 +394,7 @@ class ShmIndex:
     # Room.
 
     def _grow(self, room: int) -> bool:
-        """Reserve memory for `room` bytes more, behind all items, and return whether it has grown.
-
-        It grows by whole extents, and not beyond the capacity.
-        """
+        """Reserve extents for `room` bytes behind all items; return whether any was reserved."""
         before = self.reserved_bytes
         used = np.flatnonzero(self._states)  # FREE is 0
         end = int((self._offsets[used] + self._rooms[used]).max(initial=np.uint64(0)))
@@ -458,12 +408,11 @@ class ShmIndex:
         return self.reserved_bytes > before
 
     def _plan(self, room: int) -> tuple[int, list[int]] | None:
-        """Return an offset at which `room` bytes fit, and the slots that must be evicted for that.
+        """Return an offset at which `room` bytes fit, and the slots to evict for that, or None.
 
-        Return None if there is no such offset. Only items that no process uses may be evicted, the
-        least recently used first. The search takes the smallest number of them that would leave a
-        large enough gap. Those of them that lie in the gap are evicted, or one if only a slot
-        (table row) is lacking.
+        Of the evictable items, the search takes the smallest number of the least recently used that
+        would leave a large enough gap. Those of them that lie in the gap are evicted, or one if
+        only a slot is lacking.
         """
         slots = np.flatnonzero(self._states)  # FREE is 0
         slots = slots[np.argsort(self._offsets[slots], kind="stable")]
@@ -489,10 +438,7 @@ class ShmIndex:
         return offset, victims or slots[oldest[:num_slots_lacking]].tolist()
 
     def _get_evictable(self, slots: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return the positions in `slots` of items that may be evicted, oldest use first.
-
-        An item may be evicted if its slot (table row) is READY and no process has a lease on it.
-        """
+        """Return the positions in `slots` of READY items without a lease, oldest use first."""
         is_ready = self._states[slots] == SlotState.READY
         positions = np.flatnonzero(is_ready & ~self._leases[:, slots].any(axis=0))
         return positions[np.argsort(self._last_used[slots[positions]])]
@@ -517,10 +463,7 @@ def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> 
 def _find_gap(
     starts: NDArray[np.int64], ends: NDArray[np.int64], capacity: int, room: int
 ) -> int | None:
-    """Return the offset of the first gap that has at least `room` bytes, or None.
-
-    The used extents `[start, end)` are sorted, and the memory ends at `capacity`.
-    """
+    """Return the start of the first gap of `room` bytes between sorted extents, or None."""
     gaps = np.empty((2, len(starts) + 1), dtype=np.int64)  # their starts, and their ends
     gaps[0, 0], gaps[1, -1] = 0, capacity
     gaps[0, 1:], gaps[1, :-1] = ends, starts
@@ -537,11 +480,11 @@ _MAX_SLOTS = 8 * 1024
 
 
 def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
-    """Return new shared memory with an empty table of media items.
+    """Return new shared memory with an empty table of items.
 
-    `capacity_bytes` is the most room for all items, and `max_object_bytes` is the limit for one of
-    them. Memory for items is reserved when they come. Raise `ModelError` if either is less than 1,
-    or if the system has too little memory for the table.
+    `capacity_bytes` is for all items together, and is reserved as they come; `max_object_bytes` is
+    the limit for one. Raise `ModelError` if either is less than 1, or the system has too little
+    memory for the table.
     """
     if capacity_bytes < 1 or max_object_bytes < 1:
         raise ModelError(

@@ -1,13 +1,14 @@
 """Processed items in memory that processes share: written once, and read in place by all.
 
 Any number of processes put and read, with an instance each (`create` in one, `attach` in the
-others). Any of them may be killed at any moment: the others go on, and what it held comes back.
+others). Any of them may be killed at any moment: the others continue, and what it held is
+reclaimed.
 
 Invariants:
   1. Bytes of an item don't change between its `commit` and its last lease.
   2. One item at most can be found under a hash.
   3. An instance may use a reference as long as it has a lease on it: from `put`, `acquire` or
-     `lease`, until as many calls of `release`.
+     `lease`, until as many calls of `release`. A leased item stays in shared memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _DIGEST = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeasedItem(ItemHandle):
-    """A handle with a lease, which keeps a media item in shared memory until it is released."""
+    """A handle with a lease, which keeps an item in shared memory until it is released."""
 
     reference: ShmReference
 
@@ -58,17 +59,10 @@ _decoder = msgspec.msgpack.Decoder(_Metadata)
 
 
 class ShmStore:
-    """A store of processed media items in shared memory.
-
-    Each process has an instance of its own, which several threads may use. After a fork the child
-    must make its own instance with `attach`.
-    """
+    """A thread-safe store of items in shared memory; a forked child must `attach` its own."""
 
     def __init__(self, segment: ShmSegment) -> None:
-        """Join the segment of shared memory as one of the processes that use it.
-
-        `close` closes the segment. If joining fails, the segment is closed at once.
-        """
+        """Join a segment of shared memory; `close` closes it, and so does a failure to join."""
         self._segment = segment
         self._num_leases: Counter[ShmReference] = Counter()
         self._is_closed = False
@@ -87,11 +81,7 @@ class ShmStore:
 
     @classmethod
     def create(cls, *, capacity_bytes: int, max_object_bytes: int) -> ShmStore:
-        """Return a store in new shared memory that has room for `capacity_bytes`.
-
-        An item of more than `max_object_bytes` is not stored. Raise `ModelError` if the system has
-        too little memory.
-        """
+        """Return a store in new shared memory (see `create_memory`)."""
         return cls(create_memory(capacity_bytes=capacity_bytes, max_object_bytes=max_object_bytes))
 
     @classmethod
@@ -101,20 +91,18 @@ class ShmStore:
 
     @property
     def fd(self) -> int:
-        """Return the file descriptor of the shared memory, for `pass_fds` and `attach`."""
         return self._segment.fd
 
     def put(self, item: ProcessedItem) -> ShmReference | None:
-        """Store a media item, and return a reference to it that has a lease.
+        """Store an item, and return a leased reference to it, or None if there is no room.
 
-        The lease keeps the item in shared memory until `release`. If the store already has an item
-        with this hash, that one is leased instead, unless it lacks a layout and `item` has one.
-        Return None if there is no room.
+        If the store already has an item with this hash, that one is leased instead, unless it lacks
+        a layout and `item` has one.
         """
         return self.put_or_find(item)[0]
 
     def put_or_find(self, item: ProcessedItem) -> tuple[ShmReference | None, bool]:
-        """Do what `put` does, and return also True if the store had the media item already."""
+        """Do what `put` does, and return also True if the store had the item already."""
         key = _make_key(item.mm_hash)
         metadata = _encoder.encode(
             _Metadata(item.modality, item.mm_hash, item.layout, encode_header(item.kwargs))
@@ -135,11 +123,10 @@ class ShmStore:
     def acquire(
         self, mm_hash: str, *, needs_layout: bool = False, is_use: bool = True
     ) -> LeasedItem | None:
-        """Look up a media item by its hash, and return a handle with a lease on it.
+        """Look up an item by its hash, and return a handle with a lease on it, or None.
 
-        The lease keeps the item in shared memory until `release`. Return None if the store does not
-        have the item. With `is_use`, the item becomes the most recently used. With `needs_layout`,
-        an item without a layout counts as absent.
+        With `is_use`, the item becomes the most recently used. With `needs_layout`, an item without
+        a layout counts as absent.
         """
         with self._segment:
             slot = self._index.find(_make_key(mm_hash), needs_layout=needs_layout)
@@ -151,11 +138,7 @@ class ShmStore:
         return self._read_item(reference)
 
     def lease(self, reference: ShmReference) -> LeasedItem | None:
-        """Take one more lease on a media item, by a reference that may be of another process.
-
-        The lease keeps the item in shared memory until `release`. Return a handle for the item, or
-        None if the item is no longer in the store.
-        """
+        """Lease an item by a reference, also of another process; return None if it is gone."""
         with self._segment:
             if not self._index.is_current(reference):
                 return None
@@ -163,20 +146,15 @@ class ShmStore:
         return self._read_item(reference)
 
     def open(self, reference: ShmReference) -> MultiModalKwargsItem:
-        """Return the tensors of a media item as views of the shared memory, without a copy.
+        """Return the tensors of a leased item as views of the shared memory, without a copy.
 
-        The caller must have a lease on the item, and must not change the tensors. They are valid
-        until the lease is released.
+        They must not be changed, and are valid until the lease is released.
         """
         metadata, block = self._read(reference)
         return decode_block(metadata.header, block)
 
     def release(self, reference: ShmReference) -> None:
-        """Give back one lease, which kept a media item in shared memory.
-
-        An item without any lease may be evicted. Raise `InvariantError` if this instance has no
-        lease on the item.
-        """
+        """Release one lease of this instance; an item without any lease may be evicted."""
         with self._segment:
             if not self._num_leases[reference]:
                 raise InvariantError(f"media item {reference} is released more often than leased")
@@ -186,22 +164,21 @@ class ShmStore:
                 self._index.remove_lease(reference.slot, self._member)
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = False) -> bool:
-        """Return True if the store has the media item, so that `acquire` would find it."""
+        """Return True if `acquire` would find the item."""
         with self._segment:
             return self._index.find(_make_key(mm_hash), needs_layout=needs_layout) is not None
 
     def touch(self, mm_hash: str) -> None:
-        """Mark the media item of this hash as the most recently used, if the store has it."""
+        """Mark the item of this hash as the most recently used, if the store has it."""
         with self._segment:
             slot = self._index.find(_make_key(mm_hash))
             if slot is not None:
                 self._index.touch(slot)
 
     def copy_item(self, mm_hash: str) -> MultiModalKwargsItem | None:
-        """Return a copy of the tensors of a media item, or None if the store does not have it.
+        """Return a copy of the tensors of an item, which becomes the most recently used, or None.
 
-        The item becomes the most recently used. The copy is made inside the mutex, without a lease,
-        so this is only for small items.
+        The copy is made inside the mutex, without a lease, so this is only for small items.
         """
         with self._segment:
             slot = self._index.find(_make_key(mm_hash))
@@ -212,24 +189,16 @@ class ShmStore:
         return decode_block(_decoder.decode(metadata).header, memoryview(block))
 
     def clear_cache(self) -> None:
-        """Remove all media items from the store.
-
-        An item with a lease can no longer be found, but stays valid until its release.
-        """
+        """Remove all items from the store; leased ones stay valid until they are released."""
         with self._segment:
             self._index.clear()
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of items, bytes, evictions and oversized items, and the capacity.
-
-        They are those of all processes together. The queries and hits are 0, because each process
-        counts its own.
-        """
         with self._segment:
             return self._index.statistics()
 
     def close(self) -> None:
-        """Give back all leases and close the shared memory, when all calls of `put` have ended.
+        """Give up all leases and close the shared memory, when all calls of `put` have ended.
 
         Tensors that are still in use keep the memory mapped, but other processes may overwrite it.
         Further calls do nothing.
@@ -248,11 +217,7 @@ class ShmStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Count the caller as a writer within this context, so that `close` waits for it.
-
-        Writers copy bytes without holding the mutex, and must not do that after `close`. Raise
-        `InvariantError` if the store is closed already.
-        """
+        """Make `close` wait for the end of this context, which copies bytes without the mutex."""
         with self._writers:
             if self._is_closed:
                 raise InvariantError("the shared-memory store of media items is closed")
@@ -267,11 +232,10 @@ class ShmStore:
     def _reserve(
         self, key: Key, item: ProcessedItem, metadata: bytes
     ) -> tuple[ShmReference | None, bool]:
-        """Lease the media item of this key, or memory for it if the store does not have it.
+        """Lease the item of this key, or memory for it if the store does not have it.
 
-        A lease keeps the item in shared memory until `release`. The second value is True if the
-        returned reference is to memory that has to be written. The reference is None if there is no
-        room.
+        The second value is True if the memory has to be written. Without room the reference is
+        None.
         """
         block_bytes = get_num_bytes(item.kwargs)
         with self._segment:
@@ -304,10 +268,9 @@ class ShmStore:
         rest[:] = metadata
 
     def _commit(self, key: Key, reference: ShmReference) -> ShmReference:
-        """Make a written media item available to `acquire`, unless another writer was faster.
+        """Make a written item available to `acquire`, unless another writer was faster.
 
-        Return the reference that the caller has a lease on: `reference` itself, or that of the item
-        which the other writer has stored.
+        Return the reference that the caller has a lease on: `reference`, or the other writer's.
         """
         with self._segment:
             rival = self._index.find(key)
@@ -320,10 +283,7 @@ class ShmStore:
             return reference
 
     def _abandon(self, reference: ShmReference) -> None:
-        """Give back a slot (table row) that was reserved for a media item and never committed.
-
-        The caller must hold the mutex.
-        """
+        """Free a slot that was reserved and never committed. The caller holds the mutex."""
         del self._num_leases[reference]
         self._index.free(reference.slot)
 
@@ -337,10 +297,7 @@ class ShmStore:
         return reference
 
     def _sweep(self) -> None:
-        """Take back the media items and the memory that dead processes held.
-
-        The caller must hold the mutex.
-        """
+        """Reclaim the slots and the memory of dead processes. The caller holds the mutex."""
         for member in list(self._index.get_members()):
             if member != self._member and not self._segment.is_member(member):
                 self._index.discharge(member)
@@ -349,7 +306,6 @@ class ShmStore:
     # Reading: outside the mutex, under a lease.
 
     def _read(self, reference: ShmReference) -> tuple[_Metadata, memoryview]:
-        """Return the metadata of a leased media item, and the block of memory with its tensors."""
         if not self._num_leases[reference]:
             raise InvariantError(f"media item {reference} is read without a lease on it")
         block, metadata = self._get_views(reference.slot)
@@ -366,16 +322,12 @@ class ShmStore:
         )
 
     def _get_views(self, slot: int) -> tuple[memoryview, memoryview]:
-        """Return views of a slot's memory: the bytes of its tensors, and the encoded metadata."""
         start, middle, end = self._index.get_extent(slot)
         return self._data[start:middle], self._data[middle:end]
 
 
 def _make_key(mm_hash: str) -> Key:
-    """Return the key of 32 bytes under which the table has the item of this hash.
-
-    A hash of 64 hexadecimal digits is converted to bytes. Any other string is hashed with SHA-256.
-    """
+    """Return the key of 32 bytes for a hash: the bytes of its 64 hex digits, or its SHA-256."""
     if _DIGEST.fullmatch(mm_hash):
         return bytes.fromhex(mm_hash)
     return hashlib.sha256(b"sensorium.shm.key:" + mm_hash.encode()).digest()

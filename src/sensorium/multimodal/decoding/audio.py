@@ -1,7 +1,7 @@
-"""Decodes sounds to what feature extractors take: mono float32 samples at the model's rate.
+"""Decodes audio to what feature extractors take: mono float32 samples at the model's rate.
 
-A sound is decoded, mixed down and resampled piece by piece. So only one piece and the result are in
-memory, even if the file has a high rate or many channels.
+It is decoded, mixed down and resampled piece by piece, so that only one piece and the result are in
+memory, even if a file has a high rate or many channels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sensorium.multimodal.decoding.guards import (
-    SOUND_FRAME_S,
+    AUDIO_FRAME_S,
     WorkBudget,
     check_duration,
     estimate_audio_s,
@@ -31,21 +31,20 @@ if TYPE_CHECKING:
 
 Samples = npt.NDArray[np.float32]
 _MIN_RATE, _MAX_RATE = 1_000, 768_000
-_COVER_PIXELS = 16_000_000  # the limit for a cover picture in a sound file, which is not decoded
+_COVER_PIXELS = 16_000_000  # the limit for a cover picture in an audio file, which is not decoded
 _PIECE = 1 << 16  # samples; short frames are joined, because each call of the resampler takes time
 
 
 def decode_audio(
     data: bytes, *, sampling_rate: int, limits: MediaLimits, budget: WorkBudget | None = None
 ) -> Samples:
-    """Decode the first audio track of a file, and return mono float32 samples at `sampling_rate`.
+    """Return the first audio track of a file as mono float32 samples at `sampling_rate`.
 
-    `data` is the content of the whole file. Raise `RequestError` if the file can't be decoded, is
-    empty, or is longer than `limits` allow. Raise `CostlyItemError` if decoding is more work than
-    `budget` allows; without a `budget` decoding may take any time.
+    Raise `RequestError` if it can't be decoded, is empty, or is longer than `limits` allow. Raise
+    `CostlyItemError` if it is more work than `budget` allows; without one it may take any time.
     """
     budget = budget or WorkBudget()
-    with open_container(data, "a sound", max_pixels=_COVER_PIXELS) as container:
+    with open_container(data, "audio", max_pixels=_COVER_PIXELS) as container:
         stream = get_first_stream(container.streams.audio, "this file has no audio track")
         budget.expect(estimate_audio_s(check_duration(container, stream, limits.max_duration_s)))
         check_rate(rate := stream.rate)
@@ -59,10 +58,7 @@ def decode_audio(
 
 
 def check_rate(rate: object) -> None:
-    """Raise `RequestError` unless `rate` is an integer that is usual as a sampling rate in Hz.
-
-    Usual rates are those from 1,000 to 768,000 samples per second.
-    """
+    """Raise `RequestError` unless `rate` is an integer from 1,000 to 768,000 samples per second."""
     is_rate = isinstance(rate, int) and not isinstance(rate, bool)
     if not is_rate or not _MIN_RATE <= rate <= _MAX_RATE:  # type: ignore[operator]
         raise RequestError(
@@ -72,21 +68,17 @@ def check_rate(rate: object) -> None:
 
 
 def check_samples(samples: Samples) -> None:
-    """Raise `RequestError` if the sound has no samples, or a sample that is NaN or infinite."""
+    """Raise `RequestError` if the audio has no samples, or a sample that is NaN or infinite."""
     if not samples.size:
-        raise RequestError("this sound is empty: it has no samples")
+        raise RequestError("this audio is empty: it has no samples")
     if not np.isfinite(samples).all():
         raise RequestError(
-            "some samples of this sound are not finite numbers: they are NaN or infinite"
+            "some samples of this audio are not finite numbers: they are NaN or infinite"
         )
 
 
 def resample(samples: Samples, rate: int, new_rate: int) -> Samples:
-    """Return the mono samples converted from the sampling rate `rate` to `new_rate`, both in Hz.
-
-    The conversion is soxr's "HQ" quality, which librosa and Transformers use as well. Equal rates
-    leave the samples unchanged.
-    """
+    """Return mono samples at the rate `new_rate`, with soxr's quality "HQ", as librosa does."""
     return np.concatenate(list(_resample_pieces([samples], rate, new_rate)))
 
 
@@ -97,12 +89,12 @@ def _read_mono(
     for frame in frames:
         if frame.sample_rate != rate:
             raise RequestError(
-                "the sampling rate of this sound changes in the middle: convert it to one rate"
+                "the sampling rate of this audio changes in the middle: convert it to one rate"
             )
         num_samples += frame.samples
         refuse_if_longer(num_samples / rate, max_duration_s)
         # The number of frames is not limited by the duration: one may have a single sample.
-        budget.spend(estimate_audio_s(frame.samples / rate) + SOUND_FRAME_S)
+        budget.spend(estimate_audio_s(frame.samples / rate) + AUDIO_FRAME_S)
         values = _read_samples(frame)
         if not frame.format.is_planar:
             values = values.reshape(-1, frame.layout.nb_channels).T
@@ -114,7 +106,7 @@ def _read_samples(frame: AudioFrame) -> npt.NDArray[Any]:
         return frame.to_ndarray()
     except ValueError as error:  # the only error here that depends on the file
         raise RequestError(
-            f"the samples of this sound have a format that is not supported: {frame.format.name}"
+            f"the samples of this audio have a format that is not supported: {frame.format.name}"
         ) from error
 
 
@@ -126,10 +118,7 @@ def mix_down(channels: Samples) -> Samples:
 
 
 def scale_samples(values: npt.NDArray[Any]) -> Samples:
-    """Return audio samples as float32, with integer samples scaled to the range from -1 to 1.
-
-    The largest magnitude of the integer type becomes 1. Floating-point samples keep their values.
-    """
+    """Return audio samples as float32, with integer samples scaled to the range from -1 to 1."""
     if values.dtype == np.uint8:  # FFmpeg's only unsigned samples: silence is 128
         return (values.astype(np.float32) - 128) / np.float32(128)
     if values.dtype.kind == "i":
@@ -140,16 +129,16 @@ def scale_samples(values: npt.NDArray[Any]) -> Samples:
 
 
 def _trim_end(pieces: Iterator[Samples], length: Fraction | int) -> Iterator[Samples]:
-    """Yield the pieces of a sound, cut off after `length` samples in all.
+    """Yield the pieces of the audio, cut off after `length` samples in all.
 
-    The last packet of an Ogg file is always decoded as a whole, although the sound may end inside
+    The last packet of an Ogg file is always decoded as a whole, although the audio may end inside
     it. Nothing is cut off if another piece follows the one that crosses `length`, because then the
     length in the header is wrong.
     """
     left = round(length)
     held = np.zeros(0, dtype=np.float32)
     for piece in pieces:
-        if len(held):  # the sound continues, so the given length is wrong
+        if len(held):  # the audio continues, so the given length is wrong
             yield held
             left = sys.maxsize
         yield piece[:left]

@@ -1,7 +1,7 @@
 """Decodes media to what processors take, by options that are part of an item's hash.
 
 Owns the names and defaults of the options. A change of the code that changes decoded pixels or
-samples has to raise `_VERSION`, so that older results are no longer found in caches.
+samples must raise `_VERSION`, so that older results are no longer found in caches.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def resolve_decode_options(
 ) -> DecodeOptions:
     """Return all decoder options for one modality: those of the request, completed by defaults.
 
-    `media_io_kwargs` are the options of the request by modality, for example `{"image":
-    {"background": [r, g, b]}, "video": {"fps": 2.0}}`. Raise `RequestError` for an unknown option
-    or a wrong value.
+    `media_io_kwargs` has the options of the request by modality, as in `{"video": {"fps": 2.0}}`.
+    Raise `RequestError` for an unknown option or a wrong value.
     """
     given = media_io_kwargs if media_io_kwargs is not None else {}
     if not isinstance(given, Mapping) or not given.keys() <= _CHECKS.keys():
@@ -60,12 +59,10 @@ def resolve_decode_options(
 def resolve_options(
     modality: str, processor_kwargs: Mapping[str, Any], media_io_kwargs: Mapping[str, object] | None
 ) -> tuple[dict[str, Any], DecodeOptions]:
-    """Return all options of the model's processor and all options of the decoder, in this order.
+    """Return all options of the model's processor and of the decoder, for an encoded media item.
 
-    They are meant for an encoded media item (the bytes of a file). `processor_kwargs` and
-    `media_io_kwargs` are what the request gives for the processor and for the decoder. For a video
-    the decoder samples the frames, so `fps` and `num_frames` of the processor become options of the
-    decoder, unless the decoder has options of this kind.
+    The decoder samples the frames of a video, so the processor's `fps` and `num_frames` become
+    options of the decoder, unless the decoder has options of this kind.
     """
     decode_options = resolve_decode_options(modality, media_io_kwargs)
     if modality == "video":
@@ -74,11 +71,7 @@ def resolve_options(
 
 
 def _move_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) -> dict[str, Any]:
-    """Return the processor's options for a video, without those by which frames are sampled.
-
-    The decoder samples the frames, by its own `options`. If only the processor was given `fps` or
-    `num_frames`, these are moved into `options`, which this function changes in place.
-    """
+    """Return a video's processor options, without `fps` and `num_frames`: `options` gets them."""
     kwargs = dict(processor_kwargs)
     kwargs.pop("do_sample_frames", None)
     asked = {name: kwargs.pop(name) for name in _SAMPLING if kwargs.get(name) is not None}
@@ -103,12 +96,11 @@ def decode(
     choose_frames: ChooseFrames | None = None,
     budget: WorkBudget | None = None,
 ) -> tuple[object, dict[str, Any] | None]:
-    """Return the decoded media item, and for a video also the metadata of its frames.
+    """Return the decoded media item, and for a video also the metadata of its frames (else None).
 
-    The metadata is `None` for images and sounds. `options` come from `resolve_options`. Audio needs
-    `sampling_rate` (in Hz), and a video needs `choose_frames`, a function that picks the frames to
-    keep. Raise `RequestError` if the file is damaged or exceeds `limits`. Raise `CostlyItemError`
-    if decoding is more work than `budget` allows; without a `budget` it may take any time.
+    Audio needs `sampling_rate` (in Hz), and a video needs `choose_frames`. Raise `RequestError` if
+    the file is damaged or exceeds `limits`. Raise `CostlyItemError` if decoding is more work than
+    `budget` allows; without a `budget` it may take any time.
     """
     if len(data) > limits.max_bytes:
         raise RequestError(f"the file has more than {limits.max_bytes} bytes, which is the limit")

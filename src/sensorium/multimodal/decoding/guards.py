@@ -3,9 +3,9 @@
 Messages contain no addresses, no paths and no texts of other libraries, because clients read them.
 
 Decoders call `WorkBudget.expect` with what a header promises, before they decode anything, and
-`spend` for what they have really decoded. So with a false header the work is only found to be long
-at a later moment. The constants are the speed of one core, measured on server CPUs of the 2020s.
-They only order items by their work, so that the right order of magnitude is enough.
+`spend` for what they have decoded. So a false header only delays the refusal. The constants are the
+speed of one core, measured on server CPUs of the 2020s. They only order items by their work, so
+that the right order of magnitude is enough.
 
 Playlists and manifests (HLS, DASH, concat, ...) refer to other files and addresses. FFmpeg may use
 none of these formats, and no protocol.
@@ -37,9 +37,8 @@ S = TypeVar("S", "AudioStream", "VideoStream")
 def refuse_damaged(kind: str, *decoder_errors: type[Exception]) -> Iterator[None]:
     """Turn errors that a damaged file causes inside the `with` block into a `RequestError`.
 
-    `decoder_errors` are the types that a decoder raises for damaged files; a `MemoryError` is
-    turned as well. `kind` names in the error text what was expected, as in "an image". Errors of
-    any other type pass through, because they are bugs and not damaged files.
+    They are `decoder_errors` and `MemoryError`. Other errors pass through, because they are bugs.
+    `kind` names in the error text what was expected, as in "an image".
     """
     try:
         yield
@@ -59,13 +58,12 @@ _STATUS = Path("/proc/self/status")
 
 
 def limit_memory_growth(num_bytes: int) -> None:
-    """Limit this process to `num_bytes` more memory than it uses now.
+    """Limit this process to `num_bytes` more memory than it uses now, on systems with /proc.
 
-    Limits on pixels and seconds are checked before anything is allocated for them, but some
-    containers need memory before that: a file of a kilobyte can list a hundred million samples, and
-    FFmpeg makes a table of them. With a limit on memory, such a file is refused. Above the limit
-    every allocation fails, not only that of a decoder, so call this only in processes that do
-    nothing but decode. It does nothing on systems without Linux's /proc.
+    Some containers need memory before pixels and seconds can be checked: a file of a kilobyte can
+    list a hundred million samples, and FFmpeg makes a table of them. Above the limit every
+    allocation fails, not only that of a decoder, so call this only in processes that do nothing but
+    decode.
     """
     if not _STATUS.exists():
         return
@@ -78,17 +76,17 @@ def limit_memory_growth(num_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
-_PIXELS_PER_S = 100e6  # real pictures: 50 to 150 million; frames of videos: 100 to 500 million
+_PIXELS_PER_S = 100e6  # real images: 50 to 150 million; frames of videos: 100 to 500 million
 _FRAME_S = 50e-6  # the least time that a frame takes
-_SOUND_S_PER_S = 300.0  # seconds of sound that are decoded and processed in one second
-SOUND_FRAME_S = 100e-6  # the least time that a frame of a sound takes
+_AUDIO_S_PER_S = 300.0  # seconds of audio that are decoded and processed in one second
+AUDIO_FRAME_S = 100e-6  # the least time that a frame of audio takes
 
 
 class CostlyItemError(SensoriumError):
     """An error for a media item that takes more work than the current attempt may spend.
 
-    The item itself is not wrong: another process may have the time to process it. `cost_s` is the
-    estimated work in seconds.
+    The item is not wrong: another process may have the time. `cost_s` is the estimated work in
+    seconds.
     """
 
     def __init__(self, cost_s: float) -> None:
@@ -99,10 +97,9 @@ class CostlyItemError(SensoriumError):
 
 
 class WorkBudget:
-    """A limit on the work and on the time of one attempt to decode a media item.
+    """A limit on the work and on the time of one attempt to decode a media item, for one thread.
 
-    Work is estimated in seconds of one CPU core (`max_cost_s`). Time is measured by the clock
-    (`deadline_s`). An instance is used by one thread only.
+    Work is estimated in seconds of one CPU core (`max_cost_s`). Time is measured by the clock.
     """
 
     def __init__(self, *, max_cost_s: float = math.inf, deadline_s: float = math.inf) -> None:
@@ -113,19 +110,12 @@ class WorkBudget:
         self._spent_s = 0.0
 
     def expect(self, cost_s: float) -> None:
-        """Raise `CostlyItemError` if `cost_s` seconds of work in all exceed the budget.
-
-        A decoder calls this with its estimate for the whole item, before it begins.
-        """
+        """Raise `CostlyItemError` if `cost_s` seconds of work in all exceed the budget."""
         if cost_s > self._max_cost_s:
             raise CostlyItemError(cost_s)
 
     def spend(self, cost_s: float) -> None:
-        """Add `cost_s` seconds of finished work to the sum, and check both limits.
-
-        Raise `CostlyItemError` if the sum exceeds the budget, and `RequestError` if the deadline
-        has passed.
-        """
+        """Add `cost_s` seconds of finished work, and check the budget and the deadline."""
         self._spent_s += cost_s
         self.expect(self._spent_s)
         self.check_time()
@@ -140,19 +130,13 @@ class WorkBudget:
 
 
 def estimate_frames_s(num_frames: int, width: int, height: int) -> float:
-    """Return an estimate of the seconds it takes to decode frames of this size in pixels.
-
-    An image counts as one frame.
-    """
+    """Return the estimated seconds for decoding frames of this size; an image is one frame."""
     return num_frames * (width * height / _PIXELS_PER_S + _FRAME_S)
 
 
 def estimate_audio_s(duration_s: float) -> float:
-    """Return an estimate of the seconds it takes to decode and process a sound.
-
-    `duration_s` is the length of the sound in seconds.
-    """
-    return duration_s / _SOUND_S_PER_S
+    """Return the estimated seconds for decoding and processing audio of this length."""
+    return duration_s / _AUDIO_S_PER_S
 
 
 _FORMATS = (
@@ -167,9 +151,8 @@ _MAX_STREAMS = 32
 def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[InputContainer]:
     """Open a media file with FFmpeg, and close it at the end of the `with` block.
 
-    `data` is the content of the file, and `kind` names in error texts what was expected, as in "a
-    video". Raise `RequestError` if FFmpeg can't read the file, either when it is opened or inside
-    the block. FFmpeg allocates no frame that is much larger than `max_pixels`.
+    Raise `RequestError` if FFmpeg can't read it, also inside the block. `kind` is as in
+    `refuse_damaged`. FFmpeg allocates no frame that is much larger than `max_pixels`.
     """
     import av
 
@@ -197,8 +180,7 @@ def open_container(data: bytes, kind: str, *, max_pixels: int) -> Iterator[Input
 def _get_metadata_options() -> dict[str, Any]:
     """Return arguments with which `av.open` accepts titles and comments that are not UTF-8.
 
-    PyAV 18 refuses a file with such texts unless it gets this argument. PyAV 19 accepts them
-    always, and has no such argument.
+    PyAV 18 refuses such files without this argument. PyAV 19 accepts them, and does not have it.
     """
     import av
 
@@ -209,8 +191,7 @@ def _get_metadata_options() -> dict[str, Any]:
 def get_first_stream(streams: Sequence[S], missing: str) -> S:
     """Return the first audio or video stream, set up so that FFmpeg decodes it in one thread.
 
-    Raise `RequestError` with the text `missing` if there is no stream. Raise it also if FFmpeg has
-    no decoder for the stream.
+    Raise `RequestError` if there is no stream (with the text `missing`), or no decoder for it.
     """
     if not streams:
         raise RequestError(missing)
@@ -224,8 +205,8 @@ def get_first_stream(streams: Sequence[S], missing: str) -> S:
 def get_decoder_options(max_pixels: int) -> dict[str, str]:
     """Return the FFmpeg options that keep a decoder from allocating huge frames.
 
-    Decoders round sizes up to whole blocks, so FFmpeg's limit is set to twice `max_pixels`. The
-    caller checks the exact limit for each frame.
+    The limit is twice `max_pixels`, because decoders round sizes up to whole blocks. The caller
+    checks the exact limit for each frame.
     """
     return {"max_pixels": str(2 * max_pixels)}
 
@@ -246,7 +227,7 @@ def check_duration(container: InputContainer, stream: Stream, max_duration_s: fl
 
 
 def refuse_if_longer(duration_s: float, max_duration_s: float) -> None:
-    """Raise `RequestError` if a sound or video of `duration_s` seconds is too long."""
+    """Raise `RequestError` if audio or video of `duration_s` seconds is too long."""
     if duration_s > max_duration_s:
         raise RequestError(
             f"the media is longer than {max_duration_s:g} seconds, which is the limit"

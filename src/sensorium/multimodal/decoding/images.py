@@ -4,12 +4,11 @@ Owns the list of formats and the conversion of each colour mode. The size is che
 is allocated. Files are opened by the formats' own functions, not by `Image.open`, which has a
 global limit.
 
-Two functions find the size of a file that is not decoded. `read_header_size` needs bounded time and
+Two functions find the size of a file without decoding it. `read_header_size` needs bounded time and
 no decoder, for the process that serves requests: an image library may follow millions of chunks, or
 allocate a canvas. It is good for estimates and for refusals. `read_image_size` gives the size that
-`decode_image` would give, or `None` where that can't be found out before decoding: in other
-formats, in animations, and where the orientation may be stored behind the pixels. It does not
-detect damage behind the header.
+`decode_image` would give, or `None` where only decoding can find it. It does not detect damage
+behind the header.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ _TIFF_SHORT, _TIFF_LONG = 3, 4
 
 
 def read_header_size(data: bytes) -> Size | None:
-    """Return the width and height in an image file's header, without decoding the file.
+    """Return the width and height in an image file's header, or `None` if they are not found.
 
-    The header may be wrong, and the image is not turned upright by its EXIF data. Return `None` if
-    the format is unknown, the header is truncated, or the size is not found within a bounded number
-    of steps.
+    The header may be wrong, and the image is not turned upright by its EXIF data. The number of
+    steps is bounded.
     """
     try:
         return _read_size(data)
@@ -120,10 +118,7 @@ def _read_tiff(data: bytes) -> Size | None:
 
 
 def _read_avif(data: bytes) -> Size | None:
-    """Return the size of the largest image in an AVIF file, or `None` if no size is found.
-
-    A file may hold a thumbnail beside its main image.
-    """
+    """Return the size of the largest image in an AVIF file, which may also hold a thumbnail."""
     prefix = data[:_AVIF_PREFIX_BYTES]
     sizes: list[Size] = []
     place = prefix.find(b"ispe")
@@ -177,7 +172,7 @@ def decode_image(
     background: Colour = WHITE,
     budget: WorkBudget | None = None,
 ) -> Image.Image:
-    """Decode an image file, and return its first frame in RGB, turned upright by its EXIF data.
+    """Return the first frame of an image file in RGB, turned upright by its EXIF data.
 
     `background` is the colour behind transparent parts. Raise `RequestError` if the file is
     damaged, of an unsupported format, or larger than `limits` allow. Raise `CostlyItemError` if
@@ -198,10 +193,7 @@ def decode_image(
 
 @contextmanager
 def _open_checked(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
-    """Open an image file without decoding its pixels, for the time of the `with` block.
-
-    Raise `RequestError` if the file is damaged, or has more pixels than `limits` allow.
-    """
+    """Open an image file without decoding its pixels, and refuse a damaged or too large one."""
     with refuse_damaged(_KIND, *DECODER_ERRORS):
         if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
             # WebP's decoder allocates its canvas when it is made, so the header is read before.
@@ -215,10 +207,7 @@ def _open_checked(data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
 
 
 def load_pixels(image: Image.Image) -> None:
-    """Decode the pixels of an image that Pillow has opened but not yet decoded.
-
-    Raise one of the types in `DECODER_ERRORS` if the file is damaged.
-    """
+    """Decode the pixels of an opened image, or raise one of `DECODER_ERRORS` if it is damaged."""
     try:
         image.load()
     except TypeError as error:  # Pillow computes with the tags of a TIFF, whatever type they have
@@ -227,10 +216,7 @@ def load_pixels(image: Image.Image) -> None:
 
 
 def check_num_pixels(width: int, height: int, limits: MediaLimits) -> None:
-    """Raise `RequestError` if an image or a video frame of this size exceeds the limits.
-
-    There is a limit on the number of pixels, and one on width and height.
-    """
+    """Raise `RequestError` if an image or a frame has too many pixels, or too long an edge."""
     if width * height > limits.max_pixels:
         raise RequestError(f"{_too_many_pixels(limits)} (this one: {width} x {height})")
     if max(width, height) > limits.max_edge:
@@ -241,12 +227,9 @@ def check_num_pixels(width: int, height: int, limits: MediaLimits) -> None:
 
 
 def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
-    """Convert an image of any colour mode to RGB, with `background` behind transparent parts.
-
-    Grey values of more than 8 bits are scaled down, because Pillow alone would clip them.
-    """
+    """Convert an image of any colour mode to RGB, with `background` behind transparent parts."""
     if image.mode in _DEEP_GREY_MODES:
-        image = _scale_deep_grey(image)
+        image = _scale_deep_grey(image)  # Pillow would clip the values instead
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     if image.mode == "La":  # premultiplied grey, which Pillow converts only to LA
@@ -259,8 +242,8 @@ def to_rgb(image: Image.Image, *, background: Colour = WHITE) -> Image.Image:
 def open_image(data: bytes) -> Image.Image:
     """Open an image file with Pillow, without decoding its pixels.
 
-    Raise `RequestError` if the file is of no supported format. Errors for a damaged header are
-    those in `DECODER_ERRORS`.
+    Raise `RequestError` for an unsupported format, and one of `DECODER_ERRORS` for a damaged
+    header.
     """
     Image.init()
     prefix = data[:_PREFIX_BYTES]
@@ -279,11 +262,7 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def _drop_texts(image: Image.Image) -> None:
-    """Remove text chunks of a PNG that have a name under which Pillow stores other values.
-
-    A PNG may have texts of any name. Pillow stores them beside its own values, so that it could
-    find a text where it expects a transparent colour or the bytes of EXIF data.
-    """
+    """Remove a PNG's texts with names under which Pillow stores other values, such as EXIF."""
     for name in ("transparency", "exif", "xmp"):
         if isinstance(image.info.get(name), str):
             del image.info[name]
@@ -294,24 +273,19 @@ def _too_many_pixels(limits: MediaLimits) -> str:
 
 
 def _get_turn(read_exif: Callable[[], Image.Exif]) -> Image.Transpose | None:
-    """Return how to flip or rotate an image to make it upright, or `None` if it already is.
-
-    `read_exif` returns the image's EXIF data, which holds the orientation. An image with damaged
-    EXIF data counts as upright.
-    """
+    """Return how to turn an image upright, or `None` if it already is or has damaged EXIF data."""
     try:
         orientation = read_exif().get(ExifTags.Base.Orientation)
-    except DECODER_ERRORS:  # damaged EXIF data beside good pixels
+    except DECODER_ERRORS:  # damaged EXIF data, but good pixels
         return None
     return _TO_UPRIGHT.get(orientation) if isinstance(orientation, int) else None
 
 
 def _scale_deep_grey(image: Image.Image) -> Image.Image:
-    """Convert a grey image of more than 8 bits per pixel to grey of 8 bits.
+    """Convert a grey image of more than 8 bits per pixel to grey of 8 bits, with alpha if needed.
 
     Pillow's modes I (integers) and F (floating-point numbers) do not define which value is white.
-    The largest value in the image decides between 1 (only for F), 255 and 65535. If one grey is
-    declared transparent, the result has an alpha channel.
+    The largest value in the image decides between 1 (only for F), 255 and 65535.
     """
     values: npt.NDArray[Any] = np.asarray(image)
     grey = Image.fromarray(_to_bytes(values, _find_white(image.mode, values)))
@@ -325,7 +299,7 @@ def _find_white(mode: str, values: npt.NDArray[Any]) -> int:
     if mode.startswith("I;16"):
         return 65535
     least, most = float(values.min()), float(values.max())
-    if not (least >= 0 and most <= 65535):  # NaN is refused, too
+    if not (least >= 0 and most <= 65535):  # NaN is also refused
         raise RequestError(
             "the image's grey values are not between 0 and 65535: convert it to 8 or 16 bits"
         )
@@ -350,11 +324,11 @@ _SWAPPING = [_TO_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)]  # width 
 
 
 def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | None:
-    """Return the width and height that the decoded, upright image will have.
+    """Return the width and height that the decoded, upright image will have, without decoding it.
 
-    Nothing is decoded. Return `None` if the size can't be found without decoding: for other formats
-    than PNG, JPEG and WebP, for animated PNGs, and where EXIF data may follow the pixels. Raise
-    `RequestError` if the file is no image, or larger than `limits` allow.
+    Return `None` if only decoding can find them: for other formats than PNG, JPEG and WebP, for
+    animated PNGs, and where EXIF data may follow the pixels. Raise `RequestError` if the file is no
+    image, or larger than `limits` allow.
     """
     if len(data) > limits.max_bytes:
         raise RequestError(f"the file has more than {limits.max_bytes} bytes, which is the limit")
@@ -369,10 +343,7 @@ def read_image_size(data: bytes, *, limits: MediaLimits) -> tuple[int, int] | No
 
 
 def _is_plain_png(data: bytes) -> bool:
-    """Return True if a PNG is not animated and has nothing but pixel data after its first pixels.
-
-    Then everything that decides about the size of the image comes before the pixels.
-    """
+    """Return True if a PNG is not animated, and its pixels follow all that decides its size."""
     position = _PNG_SIGNATURE_BYTES
     has_pixels = False
     while position + _PNG_HEADER.size <= len(data):

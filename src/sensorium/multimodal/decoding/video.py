@@ -44,13 +44,12 @@ _DEFAULT_NUM_FRAMES = 32
 
 
 def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> ChooseFrames:
-    """Return a function that picks which frames of a video are kept, as indices of frames.
+    """Return a function that picks the frames of a video to keep, given the clip's metadata.
 
-    The function takes a clip's metadata (number of frames, fps, size). It calls `sample_frames` of
-    Transformers' video processor, with that processor's own settings and the `fps` or `num_frames`
-    in `options`. If that fails (for a clip of fewer frames than the processor needs, or because it
-    can't have both a rate and a number), `sample_frames` is called again with a number of frames
-    that the clip has. If that fails too, the frames are spread evenly.
+    It calls `sample_frames` of Transformers' video processor, with that processor's own settings
+    and the `fps` or `num_frames` in `options`. If that fails (for a clip with too few frames, or
+    because it can't have both a rate and a number), it is called again with a number of frames that
+    the clip has. If that also fails, the frames are spread evenly.
     """
     asked: dict[str, Any] = {
         name: options[name] for name in ("fps", "num_frames") if options.get(name) is not None
@@ -73,10 +72,7 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
 
 def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the requested `fps` or `num_frames`, reduced to what the clip has.
-
-    Some processors would otherwise list as many frames as the request asks for.
-    """
+    """Return the requested `fps` or `num_frames`, at most the clip's: not all processors check."""
     most = {"fps": metadata["fps"], "num_frames": metadata["total_num_frames"]}
     return {name: min(value, most[name]) for name, value in asked.items()}
 
@@ -84,11 +80,7 @@ def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
 def _ask(
     video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> list[int] | None:
-    """Return the frame indices that the video processor's `sample_frames` picks.
-
-    Return `None` if it fails with these arguments, or returns indices that are not in rising order
-    or not within the clip.
-    """
+    """Return the frames that `sample_frames` picks, or `None` if it fails or they are wrong."""
     from transformers.video_utils import VideoMetadata
 
     try:
@@ -120,11 +112,7 @@ ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
 
 
 def make_metadata(num_frames: int, fps: float, width: int, height: int) -> Metadata:
-    """Return the metadata of a clip, in the form in which a function that picks frames takes it.
-
-    The keys are the fields of Transformers' `VideoMetadata`. `frames_indices` is `None`, because no
-    frame has been picked yet. `num_frames` counts all frames of the clip.
-    """
+    """Return a clip's metadata before frames are picked, for Transformers' `VideoMetadata`."""
     return {
         "total_num_frames": num_frames,
         "fps": fps,
@@ -143,11 +131,11 @@ def decode_video(
     limits: MediaLimits,
     budget: WorkBudget | None = None,
 ) -> tuple[Frames, Metadata]:
-    """Decode the first video track of a file, and return the frames that are kept, with metadata.
+    """Return the kept frames of the first video track of a file, and their metadata.
 
-    `choose_frames` gets the clip's metadata before anything is decoded, and returns the indices of
-    the frames to keep. Raise `RequestError` if the file is damaged or exceeds `limits`. Raise
-    `CostlyItemError` if decoding is more work than `budget` allows.
+    `choose_frames` gets the clip's metadata before anything is decoded. Raise `RequestError` if the
+    file is damaged or exceeds `limits`. Raise `CostlyItemError` if decoding is more work than
+    `budget` allows.
     """
     budget = budget or WorkBudget()
     metadata = _read_metadata(data, limits, budget)
@@ -207,11 +195,7 @@ def _check_indices(chosen: Sequence[int], metadata: Metadata, limits: MediaLimit
 
 
 def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimits) -> None:
-    """Raise `RequestError` if a video with this many kept frames exceeds the limits.
-
-    There is a limit on the number of frames, and one on their pixels together. `width` and `height`
-    are those of one frame.
-    """
+    """Raise `RequestError` if the kept frames are too many, or have too many pixels together."""
     if num_frames > limits.max_frames:
         raise RequestError(
             f"{num_frames} frames of this video would be used, but {limits.max_frames} is the limit"
@@ -226,11 +210,7 @@ def check_num_frames(num_frames: int, width: int, height: int, limits: MediaLimi
 def _check_work(
     num_frames: int, metadata: Metadata, limits: MediaLimits, budget: WorkBudget
 ) -> None:
-    """Raise an error if decoding the first `num_frames` frames is too much work.
-
-    It is a `RequestError` if these frames have too many pixels in all, by the size in the metadata.
-    It is a `CostlyItemError` if `budget` does not allow the work.
-    """
+    """Raise an error if decoding the first `num_frames` frames exceeds the limits or the budget."""
     width, height = metadata["width"], metadata["height"]
     if num_frames * width * height > limits.max_decoded_pixels:
         raise RequestError(
@@ -244,11 +224,9 @@ def _check_work(
 def _read_frames(
     data: bytes, indices: list[int], limits: MediaLimits, budget: WorkBudget
 ) -> tuple[Frames | None, int]:
-    """Decode a video up to its last wanted frame, and return the wanted frames.
+    """Decode a video up to the last of `indices`; return these frames and the number decoded.
 
-    `indices` are the wanted frames, in rising order. The second result is the number of frames that
-    were decoded. The frames are `None` if the clip ended before the last wanted one; then the
-    number is that of all frames in the clip.
+    The frames are `None` if the clip ended before; then the number is that of all its frames.
     """
     kept: Frames | None = None
     num_kept = num_decoded = num_pixels = 0
@@ -278,11 +256,7 @@ def _read_frames(
 
 
 def _to_pixels(frame: VideoFrame, kept: Frames | None) -> Frames:
-    """Return the RGB pixels of a frame, turned upright and scaled to the size of earlier frames.
-
-    `kept` holds the frames before this one, or is `None` for the first. The frames of a clip may
-    have different sizes.
-    """
+    """Return the RGB pixels of a frame, turned upright and scaled to the size of earlier frames."""
     # A matrix without an angle gives an integer beyond all angles, which one depends on the CPU.
     num_turns = round(frame.rotation / 90) if abs(frame.rotation) <= 180 else 0
     size: dict[str, int] = {}

@@ -3,7 +3,7 @@
 The counters may be used by several threads, and everything else on one event loop only.
 
 Memory: the bodies that a request has received count until all its fetches have ended. When too many
-bytes are held, the request that holds most of them is refused. So a request with a small picture
+bytes are held, the requests that hold most of them are refused. So a request with a small picture
 never suffers from one with a hundred large videos.
 
 Turns: a request can always run one fetch. Each further fetch needs a turn, a permission to begin.
@@ -57,10 +57,7 @@ RefusalReason = Literal[
 
 
 class RefusedMediaError(MediaFetchError):
-    """An error for a media item that can't or may not be fetched, with a reason for the metrics.
-
-    `reason` is one of a few fixed names, under which refusals are counted.
-    """
+    """An error for a media item that can't or may not be fetched, with a reason for the metrics."""
 
     def __init__(self, message: str, reason: RefusalReason) -> None:
         super().__init__(message)
@@ -126,11 +123,7 @@ class FetchCounters:
 
 
 class FetchMemory:
-    """A limit on the response bytes that all requests together hold while they fetch media.
-
-    Each request has an account of its bytes (`RequestBytes`). When the sum exceeds `max_bytes`, the
-    requests with the most bytes are refused.
-    """
+    """A limit on the response bytes that all requests together hold while they fetch media."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -138,19 +131,13 @@ class FetchMemory:
         self._requests: dict[RequestBytes, None] = {}
 
     def join(self, end: Callable[[], object]) -> RequestBytes:
-        """Open the account of a new request, which counts the bytes that it holds.
-
-        `end` is called if the request is refused, and has to stop its fetches.
-        """
+        """Open the account of a new request; `end` has to stop its fetches if it is refused."""
         request = RequestBytes(self, end)
         self._requests[request] = None
         return request
 
     def leave(self, request: RequestBytes) -> None:
-        """Close the account of a request, and subtract all bytes that it held.
-
-        Call this exactly once for each request, after its fetches have ended.
-        """
+        """Close the account of a request exactly once, after its fetches have ended."""
         del self._requests[request]
         self.num_bytes -= request.num_bytes
 
@@ -168,7 +155,7 @@ class FetchMemory:
 
 @dataclass(eq=False)
 class RequestBytes:
-    """A counter of the bytes of fetched media that one client request holds in memory."""
+    """An account of the bytes of fetched media that one client request holds in memory."""
 
     memory: FetchMemory
     end: Callable[[], object]  # ends the fetches of this request
@@ -176,11 +163,7 @@ class RequestBytes:
     is_refused: bool = False
 
     def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more that this request has received.
-
-        If all requests together then hold too many bytes, those that hold the most are refused.
-        This request may be one of them.
-        """
+        """Count `num_bytes` more, for which this or other requests may be refused."""
         self.num_bytes += num_bytes
         self.memory.num_bytes += num_bytes
         if self.memory.num_bytes > self.memory.max_bytes:
@@ -188,10 +171,7 @@ class RequestBytes:
 
 
 class Deadline:
-    """A time limit in seconds that starts when this object is created.
-
-    `scope` is appended to the error text, and explains what the limit applies to.
-    """
+    """A time limit in seconds from its creation; `scope` ends the text of the error."""
 
     def __init__(self, seconds: float, scope: str = "") -> None:
         self._ends_at = time.monotonic() + seconds
@@ -215,12 +195,7 @@ class Fetch:
 
 
 class FetchShares:
-    """A limit on concurrent fetches, which shares them fairly between the requests.
-
-    A request may always run one fetch. Each further fetch needs a turn (a permission to begin). A
-    request has at most `max_per_request` fetches at a time, and all requests together have at most
-    `max_shared` beyond the first of each.
-    """
+    """A limit on concurrent fetches, which shares the turns fairly between the requests."""
 
     def __init__(self, *, max_per_request: int = 8, max_shared: int = 256) -> None:
         self.max_per_request = max_per_request
@@ -235,20 +210,14 @@ class FetchShares:
         return share.num_active < self.max_per_request and self.num_shared < self.max_shared
 
     def give_turns(self) -> None:
-        """Let waiting fetches begin, until the limits allow no more of them.
-
-        The request with the fewest running fetches comes first.
-        """
+        """Let waiting fetches begin, until the limits allow no more of them."""
         while ready := [share for share in self.waiting if self.may_begin(share)]:
             # `min` takes the first of equals, which has waited longest.
             min(ready, key=lambda share: share.num_active).begin_next()
 
 
 class RequestShare:
-    """The running and waiting fetches of one request, within the limits of `FetchShares`.
-
-    Each fetch runs inside `async with share`, which waits until the fetch may begin.
-    """
+    """The running and waiting fetches of one request: each waits in `async with` for its turn."""
 
     def __init__(self, shares: FetchShares) -> None:
         self.num_active = 0
@@ -296,10 +265,8 @@ Address = tuple[str, str]  # a URL and a modality
 class SharedFetches:
     """A table of the running fetches, by which requests for the same media share one fetch.
 
-    There is one fetch per URL and modality. A request that comes while it runs waits for its
-    result. The fetch belongs to the request that began it, and is cancelled with that request. Then
-    one of the waiting requests begins another fetch, so that no request depends on the deadline of
-    another. Use it on one event loop only.
+    The fetch belongs to the request that began it, and is cancelled with it. Then one of the
+    waiting requests begins another fetch, so that no request depends on the deadline of another.
     """
 
     def __init__(self) -> None:
@@ -307,11 +274,7 @@ class SharedFetches:
         self._running: dict[Address, asyncio.Future[MediaBytes]] = {}
 
     async def get(self, key: Address, start: Callable[[], Awaitable[MediaBytes]]) -> MediaBytes:
-        """Return the media of `key`, a URL and a modality, from a fetch that may be shared.
-
-        If a fetch of `key` runs already, wait for its result. Otherwise call `start` to fetch it. A
-        `RequestError` of the fetch is raised for each caller that waits for it.
-        """
+        """Return the media of `key`, or raise its error, from the running fetch or else `start`."""
         self.num_waiting += 1
         try:
             while (running := self._running.get(key)) is not None:

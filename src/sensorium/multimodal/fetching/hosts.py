@@ -6,10 +6,11 @@ usual one.
 
 Freshness follows RFC 9111 for a shared cache, without heuristics: a response is fresh only for as
 long as its headers allow explicitly. Requests are always sent with the same headers, so that any
-`Vary` but `*` is satisfied. Headers are mappings from lower-case names to values.
+`Vary` but `*` is satisfied. Headers are mappings from lower-case names to values, and times are
+Unix times in seconds.
 
 Invariants:
-  1. Every address of a name is checked. If one may not be asked, the name is refused.
+  1. Every address of a name is checked. If one is forbidden, the name is refused.
   2. The addresses that are returned are those that were checked: nothing is looked up again before
      connecting.
   3. A client can't distinguish a name that doesn't exist from one with a private address.
@@ -39,11 +40,7 @@ _NUMBER = re.compile(r"\d+|0x[0-9a-f]*")
 
 
 def canonical_host(host: str) -> str:
-    """Return the one spelling of a host name or IP address that all checks compare.
-
-    The result is lower case and has no trailing dot. Every notation of an IPv4 address becomes four
-    decimal numbers. Raise `ValueError` if `host` is neither a host name in ASCII nor an IP address.
-    """
+    """Return the one spelling of a host that all checks compare, or raise `ValueError`."""
     if ":" in host:
         if "%" in host:
             raise ValueError("an IPv6 address with a zone (%) has a meaning on this machine only")
@@ -73,10 +70,7 @@ class AllowedDomains:
         self._suffixes = tuple("." + _parse_domain(name[1:]) for name in names if name[:1] == ".")
 
     def has(self, host: str) -> bool:
-        """Return True if media may be fetched from this host.
-
-        `host` must be in the form that `canonical_host` returns.
-        """
+        """Return True if media may be fetched from this canonical host."""
         if not self._hosts and not self._suffixes:
             return True
         return host in self._hosts or host.endswith(self._suffixes)
@@ -99,7 +93,7 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 # These networks are not public, although some Python releases call them global: protocol
 # assignments, and relays of 6to4 (RFC 7526).
 _SPECIAL_V4 = [ipaddress.IPv4Network(net) for net in ("192.0.0.0/24", "192.88.99.0/24")]
-# All public IPv6 addresses are in this network, apart from its special parts: protocol assignments
+# All public IPv6 addresses are in this network, but not in its special parts: protocol assignments
 # with Teredo, 6to4 (both contain IPv4 addresses), and documentation.
 _PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_V6 = [ipaddress.IPv6Network(net) for net in ("2001::/23", "2002::/16", "3fff::/20")]
@@ -107,10 +101,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """Return all IP addresses that the system's resolver finds for a host name.
-
-    This blocks until the resolver has answered, and raises `OSError` if it finds nothing.
-    """
+    """Wait for the system's resolver, and return all addresses of a host, or raise `OSError`."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -118,9 +109,8 @@ def resolve_host(host: str, port: int) -> list[str]:
 def is_allowed(address: IPAddress, *, allow_private: bool) -> bool:
     """Return True if the server may connect to this IP address.
 
-    Multicast and unspecified addresses are never allowed. Other addresses that are not public are
-    allowed only if `allow_private` is True. An IPv4 address inside an IPv6 address is checked as
-    IPv4.
+    Multicast and unspecified addresses are never allowed, and others that are not public only with
+    `allow_private`. An IPv4 address inside an IPv6 address is checked as IPv4.
     """
     address = _embedded_v4(address) or address
     if address.is_multicast or address.is_unspecified:
@@ -167,11 +157,7 @@ class AddressGuard:
         self._places = asyncio.Semaphore(max_look_ups)
 
     async def look_up(self, host: str, port: int) -> list[str]:
-        """Return the addresses of `host`, all of them checked, in the order to try them.
-
-        Raise `RefusedMediaError` if the host has no address, or if the server may not connect to
-        one of them.
-        """
+        """Return all addresses of `host` in the order to try them, or raise `RefusedMediaError`."""
         try:
             addresses = [ipaddress.ip_address(host)]
         except ValueError:
@@ -192,10 +178,7 @@ class AddressGuard:
         return [str(address) for address in addresses]
 
     async def _find(self, host: str, port: int) -> list[IPAddress]:
-        """Return the addresses of a host name, or an empty list if the resolver fails.
-
-        The resolver runs in a new thread. Raise `CapacityError` if no thread can be started.
-        """
+        """Return the addresses of a host name, or an empty list if the resolver fails."""
         loop = asyncio.get_running_loop()
         found: Future[Sequence[str]] = Future()
         found.set_running_or_notify_cancel()  # from here on it can't be cancelled, only ignored
@@ -230,11 +213,7 @@ _MAX_LIFETIME_S = 10 * 365 * 86400
 
 
 def _parse_cache_control(headers: Headers) -> dict[str, str]:
-    """Return the directives of the `Cache-Control` header, by their names in lower case.
-
-    A directive without a value maps to an empty string. If a directive is repeated, the first one
-    counts.
-    """
+    """Return the directives of `Cache-Control`, the first of each name, with "" for no value."""
     directives: dict[str, str] = {}
     for name, quoted, plain in _DIRECTIVE.findall(headers.get("cache-control", "")):
         directives.setdefault(name.lower(), quoted or plain)
@@ -248,10 +227,9 @@ def is_storable(headers: Headers) -> bool:
 
 
 def compute_fresh_until(headers: Headers, now: float) -> float:
-    """Return until when a response may be reused without asking its host again.
+    """Return until when a response that came `now` may be reused without asking its host again.
 
-    `now` is the time at which the response came. Both are Unix times in seconds. The result is not
-    later than `now` if the headers allow no reuse.
+    If the headers allow no reuse, that is not later than `now`.
     """
     directives = _parse_cache_control(headers)
     if "no-cache" in directives:
@@ -271,7 +249,6 @@ def _compute_lifetime_s(headers: Headers, directives: Mapping[str, str], sent_at
 
 
 def _parse_seconds(text: str) -> int:
-    """Return a header's number of seconds, ten years at most, or 0 if it is no number."""
     text = text.strip()
     if not (text.isascii() and text.isdigit()):
         return 0
@@ -301,29 +278,19 @@ class CachedResponse:
 
     @classmethod
     def receive(cls, media: MediaBytes, headers: Headers, now: float) -> CachedResponse:
-        """Return a response that came at the Unix time `now`, ready to be put into the cache.
-
-        Of `headers`, only those are kept that matter for caching and for the content type.
-        """
+        """Return a response that came `now`, with those headers that matter for a cached one."""
         names = (*_MESSAGE_HEADERS, *_CONTENT_HEADERS)
         kept = {name: headers[name] for name in names if name in headers}
         return cls(media=media, headers=kept, fresh_until=compute_fresh_until(kept, now))
 
     def confirm(self, headers: Headers, now: float) -> CachedResponse:
-        """Return this response renewed by the headers of a "304 Not Modified" response.
-
-        The content stays the same. `now` is the Unix time at which the host confirmed it.
-        """
+        """Return this response renewed by the headers of a "304 Not Modified" that came `now`."""
         lasting = {name: v for name, v in self.headers.items() if name not in _MESSAGE_HEADERS}
         return self.receive(self.media, {**lasting, **headers}, now)
 
     @property
     def validators(self) -> dict[str, str]:
-        """Return the request headers that ask the host whether the content is still the same.
-
-        They are `If-None-Match` and `If-Modified-Since`. The result is empty if the response allows
-        neither.
-        """
+        """Return the request headers, if any, that ask whether the content is still the same."""
         names = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
         return {ask: self.headers[name] for name, ask in names.items() if self.headers.get(name)}
 
@@ -335,8 +302,7 @@ class CachedResponse:
 class ResponseCache(LruCache[str, CachedResponse]):
     """A cache of responses by their media URLs, which evicts those that were not used for longest.
 
-    It holds at most `capacity_bytes`. A response that is no longer fresh stays, because its host
-    may confirm it.
+    A response that is no longer fresh stays, because its host may confirm it.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -345,8 +311,8 @@ class ResponseCache(LruCache[str, CachedResponse]):
     def replace(self, url: str, response: CachedResponse, now: float) -> None:
         """Store the newest response of `url` in place of an older one.
 
-        If the headers of the new response forbid to store it, or it could never be reused, the
-        older one is only removed. A response that does not fit into the cache is not stored.
+        If its headers forbid to store it, it could never be reused, or it does not fit, the older
+        one is only removed.
         """
         is_useful = response.fresh_until > now or response.validators
         if is_useful and is_storable(response.headers):
@@ -357,7 +323,7 @@ class ResponseCache(LruCache[str, CachedResponse]):
 
 # What hosts send that do not look at the files they store.
 _ANY_MODALITY = frozenset({"application/octet-stream", "binary/octet-stream"})
-# Main types and whole types. Sound is often sent in containers of videos, and some videos are GIFs.
+# Main types and whole types. Audio is often sent in containers of videos, and some videos are GIFs.
 _TYPES_BY_MODALITY: Mapping[str, frozenset[str]] = {
     "image": frozenset({"image"}),
     "video": frozenset({"video", "application/mp4", "application/ogg", "image/gif", "image/webp"}),
@@ -386,8 +352,7 @@ def check_content_type(headers: Headers, modality: str) -> None:
 def check_before_body(headers: Headers, max_bytes: int) -> None:
     """Raise `RefusedMediaError` if the headers announce a body that is compressed or too large.
 
-    A compressed body is refused because the client asks for none, and such a body may have any size
-    when it is unpacked.
+    The client asks for no compressed body, which may have any size when it is unpacked.
     """
     if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
         raise RefusedMediaError(
@@ -398,11 +363,10 @@ def check_before_body(headers: Headers, max_bytes: int) -> None:
 
 
 async def read_body(chunks: AsyncIterable[bytes], max_bytes: int, held: RequestBytes) -> bytes:
-    """Read the chunks of a response, and return the whole body.
+    """Read the chunks of a response, and return the whole body, which is counted in `held`.
 
-    Each chunk is added to `held`, the account of bytes of the client's request. Raise
-    `RefusedMediaError` if the body has more than `max_bytes`, or comes in very many tiny chunks,
-    with which a host could keep a CPU core busy.
+    Raise `RefusedMediaError` if the body has more than `max_bytes`, or comes in very many tiny
+    chunks, with which a host could keep a CPU core busy.
     """
     body = io.BytesIO()
     num_chunks = -1

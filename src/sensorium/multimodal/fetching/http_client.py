@@ -104,18 +104,12 @@ def parse_media_url(source: str | httpx.URL) -> httpx.URL:
 
 
 async def connect_socket(address: str, port: int, timeout_s: float) -> httpcore.AsyncNetworkStream:
-    """Open a TCP connection to an IP address, within `timeout_s` seconds.
-
-    `address` must be an IP address that was checked already: no host name is looked up.
-    """
+    """Open a TCP connection to an IP address that was checked already, within `timeout_s`."""
     return await httpcore.AnyIOBackend().connect_tcp(address, port, timeout=timeout_s)
 
 
 class PinnedBackend(httpcore.AsyncNetworkBackend):
-    """A network backend for httpcore that connects only to addresses that `guard` allows.
-
-    It serves one HTTP exchange (a request and its response), and makes one connection at most.
-    """
+    """A backend of httpcore for one exchange, which connects only to addresses `guard` allows."""
 
     def __init__(self, guard: AddressGuard, connect: Connect, deadline: Deadline) -> None:
         self._guard = guard
@@ -148,8 +142,7 @@ class PinnedBackend(httpcore.AsyncNetworkBackend):
 class PinnedStream(httpcore.AsyncNetworkStream):
     """A connection that reads a bounded number of bytes until `expect_body` is called.
 
-    httpcore limits the head of a response, but not the number of interim responses before it. The
-    body is limited elsewhere.
+    httpcore limits the head of a response, but not the number of interim responses before it.
     """
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
@@ -213,11 +206,10 @@ class HttpClient:
         self._guard = AddressGuard(self.resolve, allow_private=self.limits.allow_private_addresses)
 
     async def fetch(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes:
-        """Return the media at `url`, from the cache or from its host.
+        """Return the media at `url`, from the cache or from its host, within the limits in `fetch`.
 
-        `fetch` holds the deadline and the byte account of this fetch. Requests that ask for the
-        same URL and modality at the same time share one fetch. Raise `RefusedMediaError` if the
-        media can't or may not be fetched.
+        Concurrent requests for the same URL and modality share one fetch. Raise `RefusedMediaError`
+        if the media can't or may not be fetched.
         """
         return await self.shared.get(
             (str(url), modality), lambda: self._follow(url, modality, fetch)
@@ -245,8 +237,7 @@ class HttpClient:
     async def _ask(self, url: httpx.URL, modality: str, fetch: Fetch) -> MediaBytes | httpx.URL:
         """Return the media at `url`, or the URL that the host redirects to.
 
-        A cached response is returned if it is still fresh, or if the host confirms it. Otherwise
-        the host is asked for the media, within the limits in `fetch`.
+        A cached response is returned if it is still fresh, or if the host confirms it.
         """
         cached = self.cache.get(str(url))
         if cached is not None and cached.fresh_until > self.clock():
@@ -339,10 +330,7 @@ class FetchLoop:
         self._loop = started.result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop, and return a future of its result.
-
-        Cancelling the future cancels the coroutine. Raise `RuntimeError` if the loop was closed.
-        """
+        """Start a coroutine on the loop, and return a future, which also cancels it."""
         with self._lock:  # so that `close` cancels everything that was submitted before it
             if not self._is_closed:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -364,11 +352,7 @@ class FetchLoop:
 
 
 class Fetcher:
-    """The owner of the event loop on which `client` fetches the media of all requests.
-
-    `shares` limits how many fetches run at a time. The loop runs in a thread of its own, which
-    starts with this object and ends with `close`.
-    """
+    """The owner of the event loop on which `client` fetches the media of all requests."""
 
     def __init__(self, client: HttpClient, shares: FetchShares) -> None:
         self.client = client
@@ -378,16 +362,14 @@ class Fetcher:
         self._loop = FetchLoop()
 
     def start(self, addresses: Sequence[Address]) -> Future[list[LoadedMedia]]:
-        """Start to fetch all media of one request, and return a future of the results.
+        """Start to fetch all media of one request, and return a future, which also cancels that.
 
-        The results are in the order of `addresses` (pairs of a URL and a modality). A media item
-        that can't be fetched has an error as its result. Cancelling the future ends the fetches.
-        Raise `RuntimeError` if the fetcher was closed.
+        Its results are in the order of `addresses`: media, or the error. Raise `RuntimeError` if
+        the fetcher was closed.
         """
         return self._loop.submit(self._fetch_all(addresses))
 
     def close(self) -> None:
-        """End all fetches and the thread, and cancel all futures that are not done."""
         self._loop.close()
 
     async def _fetch_all(self, addresses: Sequence[Address]) -> list[LoadedMedia]:
@@ -420,11 +402,7 @@ class Fetcher:
     async def _try_to_fetch(
         self, address: Address, share: RequestShare, fetch: Fetch
     ) -> LoadedMedia:
-        """Fetch one media item, and return its bytes, or the error if it can't be fetched.
-
-        The item waits until `share` lets it begin. `fetch_s` of the result does not include that
-        wait.
-        """
+        """Fetch one item when `share` lets it begin, and return its bytes, or the error."""
         source, modality = address
         began = time.monotonic()
         outcome: MediaBytes | RequestError
@@ -446,10 +424,9 @@ class Fetcher:
         return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
 
     def _begin(self, fetch: Fetch, timer: asyncio.Timeout) -> Fetch:
-        """Return the limits of a fetch that begins now, with the earlier of two deadlines.
+        """Return the limits of a fetch that begins now: its own deadline if it is the earlier one.
 
-        `fetch` has the deadline of the whole request. The other deadline is that of the single
-        media item, which starts now. If that is the earlier one, `timer` is set to it.
+        If so, `timer` is set to it.
         """
         own = Deadline(self._limits.deadline_s)
         if own.remaining_s() >= fetch.deadline.remaining_s():

@@ -63,9 +63,9 @@ _NUM_FILE_THREADS = 16
 class MediaLoader:
     """A thread-safe loader of media items, from bytes or from `data:`, `http(s):` and `file:` URLs.
 
-    All network traffic goes through `resolve` (which finds the addresses of a host) and `connect`,
-    and only checked addresses are connected to. An item must arrive within `limits.deadline_s` from
-    the moment at which its fetch may begin, and within the time limit of its request.
+    All network traffic goes through `resolve` and `connect`, and only checked addresses are
+    connected to. An item must arrive within `limits.deadline_s` from when its fetch may begin, and
+    within the time limit of its request.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class MediaLoader:
     ) -> Pausing[list[LoadedMedia]]:
         """Load the media items of one request, as a generator that pauses while it has to wait.
 
-        `items` are pairs of a source (bytes or a URL) and a modality. The generator yields futures
-        to wait for, and returns one result per item, in their order: its bytes, or the error. A URL
-        that is named twice is loaded once. Raise `CancelledError` soon after `cancelled` completes,
-        if anything is waited for, and `StoppingError` if the loader was closed.
+        `items` are pairs of a source and a modality. The generator yields futures to wait for, and
+        returns one result per item, in their order: its bytes, or the error. A URL that occurs
+        twice is loaded once. Raise `CancelledError` soon after `cancelled` completes, if anything
+        is waited for, and `StoppingError` if the loader was closed.
         """
         remote = [(s, m) for s, m in items if _is_remote(s) and m in MODALITIES]
         started = self._start(list(dict.fromkeys(remote)), cancelled)
@@ -184,11 +184,6 @@ class MediaLoader:
         return started
 
     def _load_here(self, source: MediaSource, modality: str) -> list[LoadedMedia]:
-        """Load one media item in this thread, and return a list of one result.
-
-        The result holds the bytes of the item, or the `RequestError` for which it can't be
-        loaded.
-        """
         began = time.monotonic()
         outcome: MediaBytes | RequestError
         try:
@@ -198,10 +193,7 @@ class MediaLoader:
         return [LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)]
 
     def _account(self, source: MediaSource, loaded: LoadedMedia) -> LoadedMedia:
-        """Count a loaded or refused media item in the statistics, and return its result.
-
-        If the item has no bytes, an error takes the place of its result.
-        """
+        """Count a loaded or refused item, and return its result, an error if it has no bytes."""
         outcome = loaded.outcome
         if isinstance(outcome, MediaBytes) and not outcome.data:
             outcome = RefusedMediaError("the media is empty: it has no bytes", "empty")
@@ -237,10 +229,7 @@ class MediaLoader:
         return source if isinstance(source, bytes) else bytes(source)
 
     def _get_fetcher(self) -> Fetcher:
-        """Return the object that fetches over HTTP, and create it at the first call.
-
-        Raise `RuntimeError` if the loader was closed.
-        """
+        """Return the fetcher, which the first call creates; raise `RuntimeError` after `close`."""
         with self._fetcher_lock:
             if self._is_closed:
                 raise RuntimeError(_CLOSED)
@@ -263,10 +252,7 @@ def _is_remote(source: MediaSource) -> TypeGuard[str]:
 
 
 def _make_cancel(future: Future[list[LoadedMedia]]) -> Callable[[object], None]:
-    """Return a callback that cancels the future, without keeping its result in memory.
-
-    The callback ignores its argument, and holds the future only by a weak reference.
-    """
+    """Return a callback that cancels the future, without keeping its result in memory."""
     reference = weakref.ref(future)
 
     def cancel(_: object) -> None:
@@ -348,10 +334,9 @@ _UNREADABLE = (
 
 
 def read_local_file(source: str, allowed_path: Path | None, max_bytes: int) -> bytes:
-    """Return the content of the file that a `file:` URL names.
+    """Return the content of a file below `allowed_path`; `None` allows no file.
 
-    Only regular files below the directory `allowed_path` may be read; `None` allows no file. Raise
-    `RequestError` if the file can't or may not be read, or has more than `max_bytes`.
+    Raise `RequestError` if the file can't or may not be read, or has more than `max_bytes`.
     """
     if allowed_path is None:
         raise RefusedMediaError(

@@ -1,8 +1,8 @@
 """The connection between the parent and a worker of the pool, and the messages on it.
 
-A message is a small frame and, beside it, a block of bytes. A block of more than `MAX_INLINE_BYTES`
-is written once into memory of its own (a memfd) and mapped by the receiver. Then the socket carries
-only its descriptor.
+A message is a small frame and a block of bytes. A block of more than `MAX_INLINE_BYTES` is written
+once into memory of its own (a memfd) and mapped by the receiver. Then the socket carries only its
+descriptor. Deadlines are times of `time.monotonic`, and None means no deadline.
 
 Invariants:
   1. A mapped block can't shrink (it is sealed) and has the size that its message gives: no access
@@ -48,10 +48,7 @@ class ChannelError(Exception):
 
 
 def get_remaining(deadline: float) -> float:
-    """Return the seconds until `deadline`, which is a time of `time.monotonic`.
-
-    Raise `TimeoutError` if the deadline has passed.
-    """
+    """Return the seconds until `deadline`, or raise `TimeoutError` if it has passed."""
     remaining = deadline - time.monotonic()
     if remaining <= 0.0:
         raise TimeoutError
@@ -59,10 +56,7 @@ def get_remaining(deadline: float) -> float:
 
 
 def map_privately(descriptor: int, num_bytes: int) -> memoryview:
-    """Map the memory behind a file descriptor, and return a writable view of it.
-
-    What this process writes stays private to it. The view keeps a descriptor open while it exists.
-    """
+    """Map the memory of a descriptor, which the view keeps open, to a private, writable view."""
     mapping = mmap.mmap(
         descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )
@@ -70,10 +64,7 @@ def map_privately(descriptor: int, num_bytes: int) -> memoryview:
 
 
 class Channel:
-    """One end of the connection between the parent and a worker process of the media pool.
-
-    It is not thread-safe: each end is used by one thread.
-    """
+    """One end of the connection, for one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -87,11 +78,11 @@ class Channel:
     def send(
         self, frame: bytes, blocks: Sequence[Buffer] = (), *, deadline: float | None = None
     ) -> None:
-        """Send one message, which is a frame of encoded values and blocks of binary data.
+        """Send one message: a frame of encoded values, and blocks of binary data.
 
         The blocks are flat buffers of bytes, and the receiver gets them joined into a single block.
-        `deadline` is a time of `time.monotonic`, and None means no deadline. Raise `TimeoutError`
-        after the deadline, and `ValueError` if the frame has more than `MAX_FRAME_BYTES`.
+        Raise `TimeoutError` after the deadline, and `ValueError` if the frame has more than
+        `MAX_FRAME_BYTES`.
         """
         if len(frame) > MAX_FRAME_BYTES:
             raise ValueError(
@@ -120,12 +111,11 @@ class Channel:
         deadline: float | None = None,
         map_block: Callable[[int, int], memoryview] = map_privately,
     ) -> tuple[bytes, memoryview]:
-        """Wait for one message, and return its frame and its block of binary data.
+        """Wait for one message, and return its frame and its writable block of binary data.
 
-        The block is writable. If it is large, it comes as shared memory, and `map_block` gets its
-        file descriptor and its size in bytes and returns a view. `deadline` is a time of
-        `time.monotonic`, and None means no deadline. Raise `TimeoutError` after it, and
-        `ChannelError` if the connection is closed or the message is not valid.
+        For a large block, `map_block` turns a file descriptor and a size in bytes into a view.
+        Raise `TimeoutError` after the deadline, and `ChannelError` if the connection is closed or
+        the message is not valid.
         """
         with ExitStack() as stack:
             prefix, descriptors = self._receive_prefix(deadline, stack)
@@ -149,11 +139,7 @@ class Channel:
         self.connection.settimeout(None if deadline is None else get_remaining(deadline))
 
     def _receive_prefix(self, deadline: float | None, stack: ExitStack) -> tuple[bytes, list[int]]:
-        """Return the prefix of a message, and the file descriptors that came with it.
-
-        The prefix has a fixed length and gives the sizes of the rest. `stack` closes the
-        descriptors.
-        """
+        """Return the prefix of a message, and its file descriptors, which `stack` closes."""
         self._set_deadline(deadline)
         prefix, ancillary, flags, _ = self.connection.recvmsg(
             _PREFIX.size, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC
@@ -184,16 +170,13 @@ class Channel:
 
 
 def _make_block(views: list[memoryview], num_bytes: int) -> int:
-    """Return the file descriptor of new memory (a memfd) that holds the bytes of all views.
-
-    The memory is sealed, so that it can't be changed or resized. The bytes are written by a system
-    call instead of a mapping, so that no page is filled with zeros first.
-    """
+    """Return the descriptor of new, sealed memory (a memfd) that holds the bytes of all views."""
     descriptor = os.memfd_create("sensorium-block", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         rest = views
         offset = 0
         while offset < num_bytes:
+            # Not by a mapping, for which the system would fill each page with zeros first.
             num_written = os.pwritev(descriptor, rest[:_NUM_BUFFERS], offset)
             offset += num_written
             rest = _drop_first_bytes(rest, num_written)
@@ -232,29 +215,22 @@ class CostlyJobError(Exception):
 
 
 class Handler(Protocol):
-    """The function that does the jobs of a worker process.
-
-    The worker makes it with `factory(settings: bytes)`, and calls it from one thread.
-    """
+    """The function that does a worker's jobs in one thread, made by `factory(settings: bytes)`."""
 
     def __call__(
         self, job: bytes, block: memoryview, *, max_cost_s: float
     ) -> tuple[bytes, MultiModalKwargsItem]:
         """Do a job, and return the encoded reply and the tensors of the result, if there are any.
 
-        `job` describes the work, and `block` is its binary input. The handler may write to `block`,
-        but must not keep it after the call. Instead of doing a job that takes more than
-        `max_cost_s` seconds, the handler raises `CostlyJobError`. The caller of the pool gets a
-        `RequestError` or a `CapacityError` with its text. For any other error the caller gets only
-        a general text.
+        `job` describes the work, and `block` is its binary input, which the handler may write to
+        but not keep. Raise `CostlyJobError` instead of doing a job of more than `max_cost_s`
+        seconds. The caller of the pool gets a `RequestError` or a `CapacityError` with its text,
+        and for any other error only a general text.
         """
         ...
 
     def close(self) -> None:
-        """Free what the handler holds, before its worker process ends.
-
-        This is not called when the worker is killed.
-        """
+        """Free what the handler holds, before its worker process ends, unless that is killed."""
         ...
 
 
@@ -283,10 +259,7 @@ class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The message that gives a job to a worker process.
-
-    The binary input of the job is the block that is sent with the message.
-    """
+    """The message that gives a job to a worker process, with its binary input as the block."""
 
     job: bytes
     max_cost_s: float  # a job of more work is answered by `Costly`; it may be infinite
@@ -294,31 +267,22 @@ class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a worker process to a job that it has done.
-
-    The tensors of the result are in the block that is sent with the message.
-    """
+    """The answer to a job that was done, with the tensors of the result as the block."""
 
     reply: bytes
-    header: bytes  # describes the tensors in the block beside it; empty: there are none
+    header: bytes  # describes the tensors in its block; empty: there are none
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a worker process to a job that has failed, with the error.
-
-    The worker still accepts other jobs.
-    """
+    """The answer to a job that has failed; the worker still accepts others."""
 
     error: ErrorRecord
 
 
 class Costly(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer of a worker process to a job that it did not do, because it would take too long.
+    """The answer to a job that was not done, because it would take too long."""
 
-    `cost_s` is the estimated time in seconds.
-    """
-
-    cost_s: float
+    cost_s: float  # estimated
 
 
 Message = Start | Ready | StartFailed | Job | Reply | Failure | Costly

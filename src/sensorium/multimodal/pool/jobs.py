@@ -1,8 +1,8 @@
 """Jobs of the pool, and the bounded queue in which they wait for a worker.
 
-Short jobs pass long ones: a job is taken as if it had come later by the seconds that it is
-estimated to take, ten at most. So a long job is never passed by what came ten seconds after it.
-And long jobs never hold all workers, if there are several: one is left to short ones.
+Short jobs pass long ones: jobs are ordered by the time of their submission plus the seconds that
+they are estimated to take, ten at most. So a long job is never passed by what came ten seconds
+after it. And long jobs never hold all workers, if there are several: one is left to short ones.
 
 Invariants:
   1. The future of every job that was accepted is settled, once.
@@ -34,10 +34,7 @@ CLOSED = "media can't be processed: the server is stopping"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolReply:
-    """The result of a job: the reply of the handler, and the tensors that it returned.
-
-    The tensors are writable, and their memory is not shared with anything else.
-    """
+    """The result of a job: the handler's reply and tensors, which are writable and not shared."""
 
     reply: bytes
     kwargs: MultiModalKwargsItem
@@ -45,10 +42,7 @@ class PoolReply:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PoolJob:
-    """A job of the pool, from its submission until its future has a result.
-
-    Its fields are written by the queue and by the `Slot` of the pool that runs the job.
-    """
+    """A job of the pool, which the queue and the `Slot` that runs it write to."""
 
     job: bytes
     blocks: Sequence[Buffer]
@@ -70,11 +64,6 @@ class PoolJob:
 
     @property
     def order(self) -> float:
-        """Return the rank of the job in the queue, where the smallest rank is taken first.
-
-        The rank is the time of submission plus the estimated seconds of work, which count for at
-        most `_MAX_LAG_S`. So a short job passes long ones.
-        """
         return self.submitted + min(self.cost_s or 0.0, _MAX_LAG_S)
 
     def finish(self, result: Any) -> None:
@@ -87,10 +76,7 @@ class PoolJob:
 
 
 class JobQueue:
-    """A bounded queue of jobs that wait for one of `num_workers` worker processes.
-
-    Several threads may use it.
-    """
+    """A thread-safe, bounded queue of jobs that wait for one of `num_workers` worker processes."""
 
     def __init__(self, max_queued: int, *, num_workers: int = 1) -> None:
         self._max_queued = max_queued
@@ -116,7 +102,7 @@ class JobQueue:
         """Put a job into the queue, and wait for room if the queue is full.
 
         Raise `CapacityError` if there is no room within the job's `wait_s`, or if jobs are refused
-        at this moment. Raise `StoppingError` if the queue is closed.
+        now, and `StoppingError` if the queue is closed.
         """
         job.waits_until = time.monotonic() + job.wait_s
         job.future.add_done_callback(self._forget)
@@ -139,10 +125,9 @@ class JobQueue:
             self._changed.notify_all()
 
     def add_again(self, job: PoolJob) -> None:
-        """Put a job back into the queue, after a worker took it but did not finish it.
+        """Put back a job that a worker took and did not finish, unless it was cancelled.
 
-        The job keeps its rank, and may again wait for `wait_s` seconds. Do nothing if it was
-        cancelled meanwhile.
+        The job keeps its rank, and may again wait for `wait_s` seconds.
         """
         job.waits_until = time.monotonic() + job.wait_s
         with self._changed:
@@ -151,11 +136,7 @@ class JobQueue:
                 self._changed.notify_all()
 
     def add_as_long(self, job: PoolJob, cost_s: float) -> None:
-        """Put a job back into the queue, after a worker found that it is a long one.
-
-        `cost_s` is the estimated time of work in seconds. The job fails with a `CapacityError` if
-        too many long jobs are in the queue already.
-        """
+        """Put back a job that takes about `cost_s`, or fail it if too many long ones wait."""
         job.cost_s = max(cost_s, SHORT_S * 1.01)
         with self._changed:
             has_room = self._has_room_for(job)
@@ -167,10 +148,9 @@ class JobQueue:
             )
 
     def take_job(self, worker: object, timeout_s: float) -> PoolJob | None:
-        """Take the next job out of the queue, and record that `worker` runs it.
+        """Remove the next job from the queue, and record that `worker` runs it, until `release`.
 
-        Return None if no job comes within `timeout_s` seconds, or if the queue is closed. The
-        caller must call `release` when the job has run.
+        Return None if no job comes within `timeout_s`, or if the queue is closed.
         """
         self.drop_expired()
         with self._changed:
@@ -206,10 +186,7 @@ class JobQueue:
             )
 
     def refuse(self, reason: str, duration_s: float) -> None:
-        """Fail all jobs in the queue, and refuse new ones for `duration_s` seconds.
-
-        This is for a pool that can't start any worker. `reason` is the text of the errors.
-        """
+        """Fail all jobs in the queue, and refuse new ones for `duration_s`: no worker can start."""
         with self._changed:
             self.was_refused = True
             self._refusal = reason
@@ -225,10 +202,7 @@ class JobQueue:
         return CapacityError(self._refusal, retry_after_s=math.ceil(remaining))
 
     def wait_until_closed(self, timeout_s: float) -> None:
-        """Wait until the queue changes or is closed, for at most `timeout_s` seconds.
-
-        Return at once if the queue is closed already. The caller must check what has changed.
-        """
+        """Wait for any change of the queue, its closing included, for at most `timeout_s`."""
         with self._changed:
             if not self.is_closed:
                 self._changed.wait(timeout_s)
@@ -259,12 +233,10 @@ class JobQueue:
         for job in jobs:
             job.fail(make_error())
 
+    # A callback of the future, without the job: that would keep the result alive until the garbage
+    # collector runs.
     def _forget(self, future: Future[Any]) -> None:
-        """Remove the job of a future that has ended, and count it as done, failed or cancelled.
-
-        This is a callback of the future. It does not hold the job, because that would keep the
-        result alive until the garbage collector runs.
-        """
+        """Remove the job of a future that has ended, and count it as done, failed or cancelled."""
         is_cancelled = future.cancelled()
         if is_cancelled:
             future.set_running_or_notify_cancel()  # or `concurrent.futures.wait` won't see it

@@ -54,11 +54,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Slot:
-    """A place in the pool for one worker process, and the thread that looks after the process.
-
-    The thread starts the process, gives it jobs, and replaces it when it ends. Only that thread
-    writes the attributes.
-    """
+    """A place in the pool for one worker process; only its thread writes its attributes."""
 
     def __init__(
         self, queue: JobQueue, make_process: partial[WorkerProcess], slots: Sequence[Slot]
@@ -99,10 +95,7 @@ class Slot:
             self._queue.close()
 
     def _may_start(self) -> bool:
-        """Return True if a worker may be started now, after a pause if the last start failed.
-
-        After `_MAX_START_TRIES` failed starts, a worker is started only if jobs are waiting.
-        """
+        """Return True if a worker may be started now, after a pause if the last start failed."""
         if self.has_given_up and not len(self._queue):
             return False
         self._queue.wait_until_closed(self._not_before - time.monotonic())
@@ -135,7 +128,7 @@ class Slot:
             )
 
     def _serve(self, process: WorkerProcess) -> None:
-        """Wait briefly for the next job in the queue, and run it in the worker process.
+        """Wait briefly for the next job, and run it in the worker process.
 
         If the process has ended, drop it, so that it is replaced, and put the job back.
         """
@@ -218,9 +211,8 @@ class Slot:
 def _make_loss(job: PoolJob) -> SensoriumError:
     """Return the error for a job that has lost all worker processes that worked on it.
 
-    If every process crashed by itself, the media item is at fault and the error is a
-    `RequestError`. A process that was killed from outside proves nothing against the item. Then the
-    error is a `CapacityError`, and the client may try again.
+    If every process crashed by itself, the item is at fault. A process that was killed from outside
+    proves nothing against the item, so the client may try again.
     """
     if job.num_crashes == job.num_lost:
         return RequestError(
@@ -239,6 +231,7 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
     if isinstance(message, Failure):
         job.fail(message.error.make_error())
         return
+    # A function of its own: the traceback of the error must not keep the job alive.
     result, error = _call_back(job.on_reply, message, block)
     if error is None:
         job.finish(result)
@@ -249,11 +242,6 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
 def _call_back(
     on_reply: Callable[[PoolReply], Any], message: Reply, block: memoryview
 ) -> tuple[Any, Exception | None]:
-    """Call `on_reply` with the decoded result of a job, and return its result or its error.
-
-    The error is None if there was none. This is not a part of `_settle`, so that the traceback of
-    the error does not keep the job alive.
-    """
     try:
         kwargs: MultiModalKwargsItem = {}
         if message.header:
@@ -267,7 +255,7 @@ def _call_back(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolStatistics:
-    """The counts of a pool since its start, and its state at this moment."""
+    """The counts of a pool since its start, and its present state."""
 
     num_workers: int  # that are ready at this moment
     num_queued: int  # at this moment
@@ -301,8 +289,8 @@ class ProcessPool:
         """Prepare a pool of `size` worker processes, which are not started yet.
 
         `handler` names the function that does the jobs, as "package.module:factory" of a
-        `channel.Handler`. The factory gets `settings`. The workers inherit the file descriptors
-        `inherited_fds` under the same numbers. Each of them computes with `num_threads` threads.
+        `channel.Handler`. The factory receives `settings`. The workers inherit the file descriptors
+        `inherited_fds` under the same numbers, and compute with `num_threads` threads each.
         """
         if size < 1:
             raise InvariantError(f"the media pool needs at least one process, not {size}")
@@ -323,10 +311,7 @@ class ProcessPool:
         weakref.finalize(self, setattr, self._queue, "is_closed", True)
 
     def start(self) -> None:
-        """Start the worker processes now, instead of with the first job.
-
-        This returns without waiting for them. Further calls do nothing.
-        """
+        """Start the workers now instead of with the first job, without waiting for them."""
         with self._lock:
             if not self._is_started and not self._queue.is_closed:
                 self._is_started = True
@@ -335,28 +320,22 @@ class ProcessPool:
 
     @property
     def is_starting(self) -> bool:
-        """Return True until the first worker process is ready, or it is clear that none can start.
-
-        From then on it stays False: a worker that ends later is replaced, and jobs wait for that.
-        """
+        """Return True until a first worker was ready, or it is clear that none can start."""
         queue = self._queue
         is_settled = any(slot.was_ready for slot in self._slots) or queue.was_refused
         return not is_settled and not queue.is_closed
 
     @property
     def is_complete(self) -> bool:
-        """Return whether each worker process has been ready once, or can't be started.
-
-        It is True of a pool that is closed, too. A server that is to be warm waits for it.
-        """
+        """Return True once each worker was ready or can't be started, or if the pool is closed."""
         is_settled = all(slot.was_ready or slot.has_given_up for slot in self._slots)
         return is_settled or self._queue.is_closed
 
     def wait_until_ready(self, timeout_s: float) -> bool:
         """Start the worker processes, and return True when all of them are ready.
 
-        Return False if that takes more than `timeout_s` seconds, or if the pool is closed. Raise
-        `CapacityError` if workers can't be started.
+        Return False after `timeout_s`, or if the pool is closed. Raise `CapacityError` if workers
+        can't be started.
         """
         self.start()
         deadline = time.monotonic() + timeout_s
@@ -381,16 +360,15 @@ class ProcessPool:
     ) -> Future[Any]:
         """Put a job into the queue, and return the future of its result.
 
-        `job` describes the work for the handler. The handler gets `blocks` joined into a single
-        block; they must not change until the future is done. `deadline_s` is the time in seconds
-        that a worker may work on the job. `wait_s` is the time for which this call may wait for
-        room in the queue, and the job for a worker. None means the same as `deadline_s`. Raise
-        `CapacityError` if there is no room in that time. If no worker is free in that time, the
-        future fails with a `CapacityError`.
+        The handler receives `job`, which describes the work, and `blocks`, joined into a single
+        block; they must not change until the future is done. A worker may work on the job for
+        `deadline_s`. This call may wait for room in the queue, and then the job for a worker, for
+        `wait_s` each (None: `deadline_s`). Without room in that time, raise `CapacityError`;
+        without a worker, the future fails with one.
 
         `cost_s` is an estimate of the work in seconds. If it is None, a worker that finds the job
-        to be long puts it back into the queue. `on_reply` runs in a thread of the pool and gets the
-        result of the handler. What it returns becomes the result of the future.
+        to be long puts it back into the queue. `on_reply` gets the handler's result in a thread of
+        the pool, and returns the result of the future.
         """
         if len(job) > _MAX_JOB_BYTES:
             raise InvariantError(
@@ -409,10 +387,7 @@ class ProcessPool:
         return pool_job.future
 
     def close(self) -> None:
-        """End the worker processes, and fail all jobs that are not done.
-
-        Further calls do nothing.
-        """
+        """End the workers, and fail all jobs that are not done. Further calls do nothing."""
         self._queue.close()
         with self._lock:
             threads = [slot.thread for slot in self._slots if self._is_started]
@@ -421,7 +396,6 @@ class ProcessPool:
                 thread.join(_GRACE_S + _JOIN_S)
 
     def get_process_ids(self) -> list[int]:
-        """Return the process ids of the workers that exist at this moment."""
         processes = [slot.process for slot in self._slots]
         return [process.process_id for process in processes if process is not None]
 

@@ -1,7 +1,7 @@
 """One worker process as its parent sees it: it is started, given jobs, and ended.
 
 It is used by one thread, which has to outlive the process: the process is killed when that thread
-ends. Nothing is tried again here. A worker that has failed must be replaced by another.
+ends. Nothing is tried again here: a worker that has failed must be replaced by another.
 """
 
 from __future__ import annotations
@@ -101,10 +101,7 @@ class WorkerProcess:
         return self._process.poll() is None
 
     def wait_until_ready(self, timeout_s: float) -> str | None:
-        """Wait until the worker process accepts jobs, and return None.
-
-        If it does not, return the reason, such as that it was not ready within `timeout_s` seconds.
-        """
+        """Wait until the worker accepts jobs, and return None, or the reason why it does not."""
         deadline = time.monotonic() + timeout_s
         try:
             self._channel.send(self._start, deadline=deadline)
@@ -132,11 +129,10 @@ class WorkerProcess:
         max_cost_s: float,
         is_long: bool = False,
     ) -> tuple[Reply | Failure | Costly, memoryview]:
-        """Give a job to the worker process, and return its answer and the block that came with it.
+        """Give a job to the worker, and return its answer and the block with the result's tensors.
 
-        The block holds the tensors of the result. `deadline` is a time of `time.monotonic`. Raise
-        `TimeoutError` after it, and `WorkerLostError` if the process ends or sends another message
-        than an answer.
+        `deadline` is a time of `time.monotonic`. Raise `TimeoutError` after it, and
+        `WorkerLostError` if the process ends or sends another message than an answer.
         """
         try:
             message_bytes = encode_message(Job(job, max_cost_s, is_long))
@@ -155,10 +151,7 @@ class WorkerProcess:
         return message, block
 
     def close(self, grace_s: float) -> None:
-        """Close the connection, and kill the process if it has not ended after `grace_s` seconds.
-
-        The process has ended when this returns.
-        """
+        """Close the connection, and return when the process has ended; kill it after `grace_s`."""
         self._channel.close()
         try:
             self._process.wait(grace_s)
@@ -184,10 +177,7 @@ class WorkerProcess:
             raise WorkerLostError("the worker sent a message that can't be decoded") from error
 
     def _end(self) -> str:
-        """Wait for the end of a process after its connection broke, and return how it ended.
-
-        The text names the exit status or the signal.
-        """
+        """Wait for the process to end after its connection broke; return its status or signal."""
         try:
             status = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -196,11 +186,7 @@ class WorkerProcess:
 
 
 def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
-    """Map the memory behind a file descriptor to a writable view that a cache may keep.
-
-    Unlike `map_privately`, the view keeps no descriptor open, because a process may have only a
-    limited number of them.
-    """
+    """Map the memory of a descriptor, not kept open, to a writable view that a cache may keep."""
     import torch
 
     path = f"/proc/self/fd/{descriptor}"
@@ -232,7 +218,6 @@ def _spawn(
 
 
 def _log_lines(lines: IO[bytes]) -> None:
-    """Write each line that a worker process prints to the log of this process."""
     with lines:
         for line in lines:
             _logger.warning(

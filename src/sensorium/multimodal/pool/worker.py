@@ -1,14 +1,14 @@
 """The process of one worker: makes its handler, then answers one job after another.
 
 It is run by `process.WorkerProcess` and never imported by the parent. To start fast, it does not
-import torch itself: the handler does, or the first tensors that the handler returns. It ends when
-its parent does.
+import torch itself: the handler does, or the first tensors that it returns. It ends when its parent
+does.
 
-A long job runs at a low priority, so that it takes what the rest of the machine leaves. Linux
-weighs threads by their nice value only within one scheduling group, and by default makes a group of
-every session (`autogroup`). A worker is a session of its own, so both values are set: the thread's,
-and the group's for as long as the job runs. A thread can't raise its priority again without
-privileges, so the job gets a thread of its own.
+A long job runs at a low priority, so that it gets what the rest of the machine leaves. Linux weighs
+threads by their nice value only within one scheduling group, and by default makes a group of every
+session (`autogroup`). A worker is a session of its own, so both values are set: the thread's, and
+the group's for as long as the job runs. A thread can't raise its priority again without privileges,
+so the job gets a thread of its own.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem
 
 
-_NICE = 10  # about a tenth of a core that others want too
+_NICE = 10  # about a tenth of a core that others also want
 _AUTOGROUP = "/proc/self/autogroup"
 _RETRY_S = 0.03
 _MAX_TRIES = 50
@@ -120,8 +120,8 @@ def main() -> None:
 def _end_with_parent(parent_id: int) -> None:
     """Make the system kill this process when its parent ends, even in the middle of a job.
 
-    The signal comes when the thread of the parent that started this process ends. That thread waits
-    for the end of this process before it ends itself. Exit at once if the parent is gone already.
+    The signal comes when the thread that started this process ends, which waits for the end of this
+    process first. Exit at once if the parent is gone already.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_id:  # it ended before the line above
@@ -129,16 +129,13 @@ def _end_with_parent(parent_id: int) -> None:
 
 
 def _prefer_to_be_killed() -> None:
-    """Make the system kill this worker before other processes if memory runs out.
-
-    A worker can be replaced, and its parent can't.
-    """
+    """Make the system kill this worker, which can be replaced, before others if memory runs out."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
 
 
 def _start(channel: Channel) -> Handler | None:
-    """Receive the `Start` message, make the handler that it names, and return the handler.
+    """Receive the `Start` message, and return the handler that it names.
 
     If the handler can't be made, send the reason to the parent and return None.
     """
@@ -161,17 +158,12 @@ def _start(channel: Channel) -> Handler | None:
 
 
 def _limit_threads() -> None:
-    """Make torch use as many threads in this process as the parent has set.
-
-    If torch is imported later, OMP_NUM_THREADS has the same effect.
-    """
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get("torch")  # if it comes later, it reads OMP_NUM_THREADS
     if torch is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _serve(channel: Channel, handler: Handler) -> None:
-    """Receive one job from the parent, do it, and send back the result or the error."""
     frame, block = channel.receive()
     message = decode_message(frame)
     if not isinstance(message, Job):

@@ -1,8 +1,8 @@
-"""Prepares sounds for models that attend to them beside their prompt (encoder-decoder models).
+"""Prepares audio for models that attend to it outside the prompt (encoder-decoder models).
 
-No token of a prompt stands for such a sound. A sound that fits into the model's window becomes the
-input of its encoder. Of a longer one, the features of the whole sound are computed: windows are cut
-out of them later (see `sensorium.speech`).
+No token of a prompt stands for such audio. If it fits into the model's window, it becomes the input
+of the encoder. Of longer audio all features are computed, and windows are cut out of them later
+(see `sensorium.speech`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem
 
 Samples = npt.NDArray[np.float32]
-NUM_SAMPLES = "num_samples"  # a tensor of an item, with the length of its sound without padding
+NUM_SAMPLES = "num_samples"  # a tensor of an item, with the length of its audio without padding
 
 
 class AudioProcessor:
-    """The processor of an encoder-decoder model for sounds.
-
-    `parts` has the model's feature extractor.
-    """
+    """The audio processor of an encoder-decoder model; `parts` has its feature extractor."""
 
     def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
         extractor = parts.feature_extractor
@@ -35,27 +32,27 @@ class AudioProcessor:
         self.sampling_rate = int(extractor.sampling_rate)
         self.samples_per_frame = int(getattr(extractor, "hop_length", 1))
         (self.input_name,) = extractor.model_input_names[:1]
-        # The frames of a window, which shorter sounds are padded to. None: sounds are not padded.
+        # The frames of a window, which shorter audio is padded to. None: audio is not padded.
         self._num_window_frames: int | None = getattr(extractor, "nb_max_frames", None)
-        # Whisper makes the same features of all silence behind a sound, unless noise is added.
+        # Whisper makes the same features of all silence behind audio, unless noise is added.
         self._is_silence_even = type(extractor) is WhisperFeatureExtractor and not extractor.dither
         self.max_positions = get_max_positions(model_class, config)
         # With these tokens the decoder begins if a prompt has none.
         self.start_token_ids: tuple[int, ...] = (int(config.decoder_start_token_id),)
 
     def process(self, audio: Samples) -> tuple[MultiModalKwargsItem, ItemLayout]:
-        """Return the encoder's inputs for a sound, and a layout with the number of its positions.
+        """Return the encoder's inputs for audio, and a layout with the number of its positions.
 
-        Raise `RequestError` if the sound is too short for the encoder.
+        Raise `RequestError` if the audio is too short for the encoder.
         """
         tensors = self._make_item(self._compute_features(audio), len(audio))
         num_positions = self.count_positions(tensors)
         if num_positions < 1:
-            raise RequestError("this sound is too short: the model takes nothing of it")
+            raise RequestError("this audio is too short: the model takes nothing of it")
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
 
     def _compute_features(self, audio: Samples) -> torch.Tensor:
-        """Return the features of a whole sound, padded to a window if the sound is shorter."""
+        """Return the features of the whole audio, padded to a window if it is shorter."""
         options: dict[str, Any] = {"sampling_rate": self.sampling_rate, "return_tensors": "pt"}
         num_frames = self._num_window_frames
         if num_frames is None:
@@ -65,7 +62,7 @@ class AudioProcessor:
         if len(audio) > window:
             return self._run_extractor(audio, whole)
         if self._is_silence_even:
-            # Most of the time goes into the silence behind a short sound. So only as much of it is
+            # Most of the time goes into the silence behind short audio. So only as much of it is
             # computed as reaches into the last frame, and that frame is repeated.
             hop = self.samples_per_frame
             size = (len(audio) + 2 * self._extractor.n_fft) // hop * hop
@@ -89,10 +86,10 @@ class AudioProcessor:
     def cut_window(
         self, item: MultiModalKwargsItem, first_frame: int, num_frames: int
     ) -> MultiModalKwargsItem:
-        """Return the item of some frames of a sound, given the item of the whole sound.
+        """Return the item of some frames, given the item of the whole audio.
 
         If the model needs windows of a fixed length, the frames behind them are zeros, as in
-        Transformers. But a short sound was already padded, and its padding belongs to it.
+        Transformers. But short audio was already padded, and its padding belongs to it.
         """
         size = self._num_window_frames or num_frames
         window = item[self.input_name][..., first_frame : first_frame + size]
@@ -100,9 +97,9 @@ class AudioProcessor:
         return self._make_item(window.contiguous(), num_frames * self.samples_per_frame)
 
     def check_layout(self, layout: ItemLayout) -> None:
-        """Raise `RequestError` if no sound of this model can have the given layout."""
+        """Raise `RequestError` if no audio of this model can have the given layout."""
         if layout.text or not 0 < layout.num_embeds <= self.max_positions:
             raise RequestError(
-                "the layout of a sound must have no text for this model, and from 1 to "
+                "the layout of audio must have no text for this model, and from 1 to "
                 f"{self.max_positions} embeddings, not {layout.num_embeds}"
             )

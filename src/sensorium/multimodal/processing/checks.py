@@ -1,7 +1,6 @@
 """Checks media that are given in process: PIL images, arrays and tensors.
 
-Nothing is read from paths or addresses here. Images are taken as they are, and their EXIF data is
-ignored, because the caller has decided on their orientation.
+Reads no paths or addresses, and ignores EXIF data: the caller has decided how images are turned.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from sensorium.multimodal.media import MediaLimits
 from sensorium.types.errors import RequestError
 
 NUM_DIMENSIONS = {"image": (2, 3), "video": (4,), "audio": (1, 2)}
-_MAX_CHANNELS = 64  # of a sound; a longer dimension can't be that of the channels
+_MAX_CHANNELS = 64  # of audio; a longer dimension can't be that of the channels
 # Processors compute with these types. With larger unsigned integers their results are wrong.
 _INTEGERS = frozenset({"bool", "uint8", "int8", "int16", "int32", "int64"})
 _PIXEL_TYPES = _INTEGERS | {"float16", "bfloat16", "float32", "float64"}
@@ -50,11 +49,11 @@ def check_media(
 ) -> tuple[object, Metadata | None]:
     """Check decoded media from a caller in this process, and convert it for the model's processor.
 
-    Return the media item and, for a video, the metadata of its frames (otherwise `None`). The media
-    is an image, an array or a tensor, or a pair of it and its sampling rate (audio) or metadata
-    (video). Audio becomes mono float32 at `sampling_rate`, in Hz. `is_scaled_already` is True if
-    the processor does not divide pixel values by 255. Raise `RequestError` for media that no
-    processor would understand, or that exceeds `limits`.
+    Return the media item and, for a video, the metadata of its frames (otherwise `None`). `media`
+    may be a pair of the item and its sampling rate (audio) or metadata (video). Audio becomes mono
+    float32 at `sampling_rate`, in Hz. `is_scaled_already` is True if the processor does not divide
+    pixel values by 255. Raise `RequestError` for media that no processor would understand, or that
+    exceeds `limits`.
     """
     if modality == "audio":
         return _check_audio(media, sampling_rate, limits), None
@@ -70,10 +69,7 @@ def check_media(
 
 
 def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
-    """Raise `RequestError` for decoded media of a wrong form or size, without reading its values.
-
-    This is a quick check before the full one of `check_media`, which also reads pixels and samples.
-    """
+    """Raise `RequestError` for decoded media of a wrong form or size; values are not read."""
     if isinstance(media, tuple) and len(media) == 2:
         media = media[0]  # the second entry is a rate, or the metadata of frames
     if isinstance(media, list | tuple) and modality == "video":
@@ -92,10 +88,6 @@ def check_unread(modality: str, media: object, limits: MediaLimits) -> None:
 
 
 def _split_metadata(media: object) -> tuple[object, Mapping[str, object] | None]:
-    """Return the frames of a video, and their metadata or `None`.
-
-    There is metadata if `media` is a pair of frames and a mapping.
-    """
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping)
     return media if is_pair else (media, None)  # type: ignore[return-value]
 
@@ -140,11 +132,10 @@ def _is_number(value: object) -> bool:
 def _check_audio(
     media: object, sampling_rate: int | None, limits: MediaLimits
 ) -> np.ndarray[Any, Any]:
-    """Return a sound as mono float32 samples at `sampling_rate`, in Hz.
+    """Return audio as mono float32 samples at `sampling_rate`, in Hz.
 
-    `media` is an array of samples, or a pair of such an array and its own sampling rate. If the
-    array has two dimensions, the smaller one is the channels, or the first one if they are equal.
-    Raise `RequestError` if it is no such sound, or too long.
+    `media` is an array of samples, or a pair of it and its own sampling rate. Of two dimensions the
+    smaller one is the channels, or the first one if they are equal.
     """
     rate = sampling_rate
     if isinstance(media, tuple) and len(media) == 2:
@@ -161,13 +152,13 @@ def _check_audio(
             media = media.float()
         media = media.detach().cpu().resolve_neg().numpy()
     if not isinstance(media, np.ndarray):
-        raise RequestError(f"a sound must be an array of samples, not {type(media).__name__}")
+        raise RequestError(f"audio must be an array of samples, not {type(media).__name__}")
     _check_shape("audio", media)
     channels = np.atleast_2d(media)
     channels = channels.T if channels.shape[0] > channels.shape[1] else channels
     if len(channels) > _MAX_CHANNELS:
         raise RequestError(
-            f"{media.shape} is no shape of a sound: it must be samples, or samples and at most "
+            f"{media.shape} is no shape of audio: it must be samples, or samples and at most "
             f"{_MAX_CHANNELS} channels"
         )
     if media.dtype.kind not in "if":
@@ -233,10 +224,7 @@ def _stack(images: Sequence[object], limits: MediaLimits) -> np.ndarray[Any, Any
 
 
 def get_array_shape(modality: str, media: np.ndarray[Any, Any] | torch.Tensor) -> tuple[int, ...]:
-    """Return the height and width of an image array, or (frames, height, width) of a video.
-
-    The colours may be the first or the last dimension of an image or frame.
-    """
+    """Return the height and width of an image array, or (frames, height, width) of a video."""
     frame = tuple(media.shape[1:] if modality == "video" else media.shape)
     # The colours are the first or the last dimension.
     size = frame[:2] if len(frame) == 2 or frame[2] <= frame[0] else frame[1:]

@@ -1,17 +1,17 @@
 """Refuses options of a request that ask too much of the model's processor.
 
-A processor enlarges a picture to any size that its options ask for: a small picture with a large
+A processor enlarges an image to any size that its options ask for: a small image with a large
 number in an option could take all memory of a machine. Names and numbers of options are checked
 before anything else is done.
 
-Then items are refused that a request's options make larger than the server's own options can. The
-names of options do not matter for this, only the result: an item may cost what the server's own
-options make of it, or what they make of the largest item that is allowed. The cost is estimated
-from the item's size before decoding, and checked again after processing.
+Then items are refused that a request's options make larger than the server's own options can. An
+item may cost what the server's own options make of it, or what they make of the largest item that
+is allowed. The cost is estimated from the item's size before decoding, and checked again after
+processing.
 
-For the estimate the model's own processor is run on tensors of the meta device, which have a shape
-and no content. So no pixel is computed, and it takes milliseconds even if the tensors would not fit
-into memory. A processor that reads values gets a blank item, if that is small enough.
+For the estimate the model's own processor runs on tensors of the meta device, which have a shape
+and no content. It takes milliseconds, even if the tensors would not fit into memory. A processor
+that reads values gets a blank item, if that is small enough.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ _RESERVED = frozenset(
     }
 )
 MAX_EDGE = 8192
-MAX_PIXELS = 2**25  # twice the largest picture of the Qwen-VL families
+MAX_PIXELS = 2**25  # twice the largest image of the Qwen-VL families
 # Part of an option's name -> the largest number that it may have. Some of these options are lengths
-# of edges, and some are numbers of pictures that are made of one. The processor's own value is
+# of edges, and some are numbers of images that are made of one. The processor's own value is
 # always allowed.
 _MOST = {
     "pinpoints": MAX_EDGE,
@@ -79,10 +79,7 @@ _PATH = ("mm_processor_kwargs",)
 def check_processor_kwargs(
     processor: MultiModalProcessor, processor_kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise `RequestError` if a request's processor options are unknown or have too large numbers.
-
-    Options that the server itself sets, such as the media, count as unknown.
-    """
+    """Raise `RequestError` if processor options are unknown or have too large numbers."""
     known = processor.option_names
     for name, value in processor_kwargs.items():
         if not isinstance(name, str):
@@ -92,16 +89,12 @@ def check_processor_kwargs(
             raise RequestError(f"unknown option {name!r} (known: {takes})", path=_PATH)
         for path, number in _walk(name, value, depth=0):
             most = _get_most(path, processor)
-            if not abs(number) <= most:  # NaN is refused, too
+            if not abs(number) <= most:  # NaN is also refused
                 raise RequestError(f"{path} may be {most} at most", path=_PATH)
 
 
 def _walk(path: str, value: Any, *, depth: int) -> Iterator[tuple[str, float]]:
-    """Yield all numbers in the value of an option, each with a path such as `size.longest_edge`.
-
-    `path` is the name of the option, and `depth` the number of levels above `value`. Raise
-    `RequestError` if the value is nested too deeply.
-    """
+    """Yield all numbers in an option's value, each with a path such as `size.longest_edge`."""
     if depth > _MAX_DEPTH:
         raise RequestError(
             f"{path} is nested too deeply: at most {_MAX_DEPTH} levels are allowed", path=_PATH
@@ -126,7 +119,7 @@ def _get_most(path: str, processor: MultiModalProcessor) -> float:
     return most if own is None else max(most, own)
 
 
-# Height and width of a picture; number, height and width of a video's frames.
+# Height and width of an image; number, height and width of a video's frames.
 Shape = tuple[int, ...]
 _MAX_BLANK_PIXELS = 2**22
 _RATIOS = (1.0, 2.0, 0.5, 16 / 9, 9 / 16, 8.0, 1 / 8)  # of height to width
@@ -136,14 +129,10 @@ _FPS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemCost:
-    """The size of a processed media item, which decides how much memory and work it takes.
+    """The size of a processed media item, which decides how much memory and work it takes."""
 
-    It is the number of embeddings that the item takes in a prompt, and the number of values that
-    the encoder reads.
-    """
-
-    num_embeds: int = 0
-    num_values: int = 0  # in all tensors of the item together
+    num_embeds: int = 0  # in a prompt
+    num_values: int = 0  # in all tensors of the item, which the encoder reads
 
     def is_within(self, limit: ItemCost) -> bool:
         return self.num_embeds <= limit.num_embeds and self.num_values <= limit.num_values
@@ -157,7 +146,6 @@ class ItemCost:
 
 
 def get_cost(item: ProcessedItem) -> ItemCost:
-    """Return the size of a processed item: its embeddings, and the values in its tensors."""
     return ItemCost(
         num_embeds=0 if item.layout is None else item.layout.num_embeds,
         num_values=sum(tensor.numel() for tensor in item.kwargs.values()),
@@ -167,10 +155,9 @@ def get_cost(item: ProcessedItem) -> ItemCost:
 def measure(
     processor: MultiModalProcessor, modality: str, shape: Shape, processor_kwargs: Mapping[str, Any]
 ) -> ItemCost | None:
-    """Estimate the cost of an image or a video from its shape, without its content.
+    """Return the estimated cost of an image or a video of this shape, without its content.
 
-    `shape` is (height, width) or (frames, height, width). The model's processor runs with
-    `processor_kwargs` on an empty item of this shape. Return `None` if the processor fails: the
+    The model's processor runs on an empty item of this shape. Return `None` if it fails: the
     options may be wrong, the item may be too thin, or the processor reads values and the item is
     too large for that.
     """
@@ -196,10 +183,9 @@ def measure(
 
 
 def _iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
-    """Yield image shapes to measure: small, usual, and the largest that `limits` allow.
+    """Yield image shapes to measure: usual ones, and the largest allowed ones of several ratios.
 
-    The largest ones have several ratios of height to width. The most costly image that the server
-    accepts is assumed to be as costly as one of them.
+    The most costly image that the server accepts is assumed to be as costly as one of them.
     """
     for edge in _USUAL_EDGES:
         if edge**2 <= limits.max_pixels:
@@ -208,10 +194,7 @@ def _iter_image_shapes(limits: MediaLimits) -> Iterator[Shape]:
 
 
 def _iter_video_shapes(num_frames: int, limits: MediaLimits) -> Iterator[Shape]:
-    """Yield shapes of videos to measure, with small frames and with the largest allowed ones.
-
-    All of them have `num_frames` frames.
-    """
+    """Yield shapes of videos to measure, with small frames and with the largest allowed ones."""
     most = max(1, min(limits.max_pixels, limits.max_video_pixels // num_frames))
     edge = min(336, math.isqrt(most))
     yield num_frames, edge, edge
@@ -230,10 +213,7 @@ ProcessOwn = Callable[[Mapping[str, Any]], ProcessedItem]
 
 
 class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that the operator of the server sets for the model's processor and decoders.
-
-    They apply to every media item, unless a request overrides them.
-    """
+    """The operator's options for the processor and the decoders; a request may override them."""
 
     processor_kwargs: dict[str, Any] = {}
     media_io_kwargs: dict[str, dict[str, Any]] = {}
@@ -241,11 +221,7 @@ class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
     def resolve(
         self, modality: str, *, is_encoded: bool
     ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Return the options for the processor and for the decoder if a request sets none itself.
-
-        The decoder's options are `None` if the media item is decoded already (`is_encoded` is
-        False).
-        """
+        """Return the options for the processor, and for the decoder (`None` for decoded items)."""
         if not is_encoded:
             return dict(self.processor_kwargs), None
         return resolve_options(modality, self.processor_kwargs, self.media_io_kwargs)
@@ -254,9 +230,7 @@ class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
 class CostGuard:
     """A guard against requests with options that make media items too large.
 
-    A media item may become as large as the server's own options (those that its operator set) can
-    make any item. Don't use the guard in two threads at once, because it calls the model's
-    processor, which is not thread-safe.
+    It is not thread-safe, because it calls the model's processor.
     """
 
     def __init__(
@@ -265,7 +239,7 @@ class CostGuard:
         self.processor = processor
         self.own = own
         self._limits = limits
-        self._ceilings: dict[str, ItemCost] = {}  # by modality
+        self._ceilings: dict[str, ItemCost] = {}  # by modality, measured when first needed
 
     def make_check(
         self,
@@ -273,10 +247,9 @@ class CostGuard:
         processor_kwargs: Mapping[str, Any],
         decode_options: Mapping[str, Any] | None,
     ) -> CostCheck | None:
-        """Return the check for a media item with these options, or `None` if it needs none.
+        """Return the check for an item with these options, or `None` if they are the server's own.
 
-        It needs none if its options are the server's own. `decode_options` is `None` for an item
-        that is decoded already.
+        `decode_options` is `None` for an item that is decoded already.
         """
         is_encoded = decode_options is not None
         own_kwargs, own_decode = self.own.resolve(modality, is_encoded=is_encoded)
@@ -296,8 +269,8 @@ class CostGuard:
     def get_ceiling(self, modality: str) -> ItemCost:
         """Return the largest cost that any item can have with the server's own options.
 
-        It is measured once per modality, over a set of shapes. It is zero for audio, because audio
-        processors read values and the longest sound lasts hours, so that it can't be measured.
+        It is zero for audio, because audio processors read values and the longest audio lasts
+        hours, so that it can't be measured.
         """
         if modality not in self._ceilings:
             own_kwargs, _ = self.own.resolve(modality, is_encoded=True)
@@ -316,10 +289,7 @@ class CostGuard:
                 yield from _iter_video_shapes(num_frames, self._limits)
 
     def _count_frames(self) -> list[int]:
-        """Return the numbers of frames that are kept of clips of different lengths, sorted.
-
-        They follow from the server's own options, and from the limit on frames.
-        """
+        """Return how many frames the server's own options keep of clips of different lengths."""
         _, options = self.own.resolve("video", is_encoded=True)
         choose_frames = make_frame_chooser(self.processor.video_processor, options or {})
         counts = set()
@@ -332,11 +302,7 @@ class CostGuard:
 
 @dataclass(slots=True, kw_only=True)
 class CostCheck:
-    """The check of one media item with options that differ from the server's own.
-
-    The item is checked as soon as its shape is known, and again after processing. If it is too
-    large, a `RequestError` names the options and the numbers.
-    """
+    """The check of one media item with options that differ from the server's own."""
 
     guard: CostGuard
     modality: str
@@ -347,10 +313,10 @@ class CostCheck:
     own_cost: ItemCost | None = None  # what the server's own options make of this item
 
     def check_shape(self, shape: Shape, own_shape: Shape | None = None) -> None:
-        """Raise `RequestError` if an item of this shape would become too large.
+        """Raise `RequestError` before decoding if an item of this shape would become too large.
 
-        Call this before the item is decoded or processed. `own_shape` is the shape with the
-        server's own options, if that differs: they may take another number of frames.
+        `own_shape` is the shape with the server's own options, if they take another number of
+        frames.
         """
         processor = self.guard.processor
         self.own_cost = measure(processor, self.modality, own_shape or shape, self.own_kwargs)
@@ -359,10 +325,9 @@ class CostCheck:
             self._refuse_if_beyond(cost, self.own_cost or ItemCost())
 
     def check_frames(self, choose_frames: ChooseFrames, lock: Lock) -> ChooseFrames:
-        """Return a function that picks the same frames, but checks their number before decoding.
+        """Return `choose_frames` with a check of the chosen frames, before any is decoded.
 
-        The returned function raises `RequestError` if the frames would make the item too large. It
-        calls the model's processor while it holds `lock`.
+        The returned function calls the model's processor while it holds `lock`.
         """
         own_choice = make_frame_chooser(self.guard.processor.video_processor, self.own_decode)
 
@@ -379,7 +344,7 @@ class CostCheck:
     def check_result(self, item: ProcessedItem, process_own: ProcessOwn) -> None:
         """Raise `RequestError` if a processed item is too large.
 
-        `process_own` processes the same item with other options. It is called if the cost with the
+        `process_own` processes the item with other options. It is called if the cost with the
         server's own options could not be estimated before.
         """
         if self.own_cost is None:
@@ -407,11 +372,7 @@ def _describe(cost: ItemCost) -> str:
 
 
 def _list_changes(given: Mapping[str, Any] | None, own: Mapping[str, Any] | None) -> list[str]:
-    """Return the sorted names of options that differ between a request and the server.
-
-    `given` are the options of the request, and `own` are those of the server. `None` means no
-    options.
-    """
+    """Return the sorted names of options that differ between a request and the server."""
     given, own = given or {}, own or {}
     # They are compared as text, because comparing arrays gives an array.
     changed = [name for name, value in given.items() if repr(value) != repr(own.get(name))]

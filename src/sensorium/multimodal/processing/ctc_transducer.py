@@ -1,8 +1,8 @@
-"""Prepares sounds for models that recognise speech without a decoder (see `models.ctc_transducer`).
+"""Prepares audio for CTC/transducer models, which have no decoder (see `models.ctc_transducer`).
 
-A long sound is cut into pieces at quiet places. The features of each piece are computed on its own,
-because they are normalised over it. The item of a sound has those of all its pieces one after the
-other, and a table of the pieces, so that a piece is cut out of it later without more work.
+Long audio is cut into pieces at quiet places. The features of each piece are computed on its own,
+because they are normalised over it. An item has those of all pieces one after the other, and a
+table of the pieces, so that a piece is cut out of it later without more work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _load_extractor(directory: str) -> Any:
 
 
 def load_parakeet_extractor() -> Any:
-    """Return the class of Parakeet's feature extractors.
+    """Return the class of Parakeet's feature extractors, also if librosa is missing.
 
     They use librosa only for their filters, but Transformers refuses the whole class without it.
     Our filters are the same, bit by bit.
@@ -82,8 +82,8 @@ def make_mel_filters(
 ) -> npt.NDArray[np.float32]:
     """Return the same filters as `librosa.filters.mel`: float32 [n_mels, n_fft // 2 + 1].
 
-    They are triangles on the mel scale, each with an area of 1. The order of roundings is that of
-    librosa. `norm` is always "slaney".
+    They are triangles of area 1 on the mel scale, rounded in librosa's order. `norm` is always
+    "slaney".
     """
     del norm
     lowest, highest = (float(hertz_to_mel(frequency, "slaney")) for frequency in (fmin, fmax))
@@ -96,7 +96,7 @@ def make_mel_filters(
 
 
 class CtcTransducerProcessor(AudioProcessor):
-    """The processor of a recogniser for sounds, with the model's feature extractor."""
+    """The processor of a CTC/transducer model for audio, with the model's feature extractor."""
 
     def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
         extractor = parts.feature_extractor
@@ -116,10 +116,7 @@ class CtcTransducerProcessor(AudioProcessor):
         return self.count_positions(self._extract(noise.astype(np.float32)))
 
     def process(self, audio: Samples) -> tuple[MultiModalKwargsItem, ItemLayout]:
-        """Return the features of a sound's pieces, and a layout with the number of its frames.
-
-        Raise `RequestError` if the sound is too short for the model.
-        """
+        """Return the features of the pieces, and a layout with the number of their frames."""
         parts, table, num_rows, num_frames = [], [], 0, 0
         for start, end in find_cuts(audio, self.sampling_rate, max_s=PIECE_S):
             part = self._extract(audio[start:end])
@@ -131,7 +128,7 @@ class CtcTransducerProcessor(AudioProcessor):
             num_rows += size
             num_frames += self.count_positions(part)
         if not parts:
-            raise RequestError("this sound is too short: the model takes nothing of it")
+            raise RequestError("this audio is too short: the model takes nothing of it")
         tensors = {name: torch.cat([part[name] for part in parts], dim=1) for name in parts[0]}
         tensors |= {PIECES: torch.tensor(table), NUM_SAMPLES: torch.tensor([len(audio)])}
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_frames)
@@ -145,10 +142,7 @@ class CtcTransducerProcessor(AudioProcessor):
         return tensors
 
     def _is_too_short(self, part: MultiModalKwargsItem) -> bool:
-        """Return whether the model makes no frames of a piece.
-
-        Features of very short pieces may also be divided by zero when they are normalised.
-        """
+        """Return whether the model makes no frames of a piece, or it can't be normalised."""
         is_finite = bool(torch.isfinite(part[self.input_name]).all())
         return not is_finite or self.count_positions(part) < 1
 
@@ -160,7 +154,7 @@ class CtcTransducerProcessor(AudioProcessor):
     def cut_window(
         self, item: MultiModalKwargsItem, first_frame: int, num_frames: int
     ) -> MultiModalKwargsItem:
-        """Return the item of one piece of a sound, given its rows of the sound's features."""
+        """Return the item of one piece, given its rows in the features of the whole audio."""
         table = item[PIECES]
         start, end, first_row, end_row = table[table[:, 2] == first_frame][0].tolist()
         names = [name for name in (self.input_name, MASK) if name in item]

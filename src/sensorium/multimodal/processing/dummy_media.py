@@ -11,17 +11,14 @@ import numpy as np
 
 from sensorium.multimodal.media import MediaLimits
 
-# Seconds of sound, and heights and widths of pictures, for the items of index 0 and 1.
+# Seconds of audio, and heights and widths of images, for the items of index 0 and 1.
 _DURATIONS_S = (1.0, 1.4)
 _SHAPES = ((112, 168), (140, 84))
 _NUM_FRAMES = 4  # the same for all, because some processors stack the frames of several videos
 
 
 def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> object:
-    """Return a small decoded media item of random content, as an array.
-
-    `sampling_rate` (in Hz) is for audio. The items of `index` 0 and 1 differ in content and size.
-    """
+    """Return a small decoded item of random content, different for each `index` (0 or 1)."""
     generator = np.random.default_rng(index)
     if modality == "audio":
         num_samples = int(_DURATIONS_S[index] * sampling_rate)
@@ -32,11 +29,10 @@ def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> ob
 
 
 def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
-    """Yield decoded media items of random content, with different lengths and shapes.
+    """Yield decoded media items of random content, with different lengths and shapes, for trials.
 
-    They are for trials: what is equal in the processor's results for all of them is taken to be
-    equal for every item. One sound is longer than the usual window of an encoder (the length that
-    it reads at once).
+    What is equal in the processor's results for all of them is assumed to be equal for every item.
+    One audio item is longer than the usual window of an encoder.
     """
     generator = np.random.default_rng(0)
     if modality == "audio":
@@ -49,7 +45,7 @@ def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
         yield generator.integers(0, 256, (*frames, height, width, 3), dtype=np.uint8)
 
 
-# Few models take sounds of this rate, so that the file is resampled, as most files are.
+# Few models take audio of this rate, so that the file is resampled, as most files are.
 _RATE = 24_000
 _FPS = 4
 

@@ -2,13 +2,12 @@
 
 Before an item goes to the pool, its work is estimated from a few bytes at most, because that runs
 in the process that serves requests. What only FFmpeg can find out (how many frames a video has, how
-long a sound is) is found by the process that decodes it. A job and its result are msgpack beside
-blocks of raw memory. `make_handler` is what a process of the pool runs.
+long audio is) is found by the process that decodes it. A job and its result are msgpack with
+separate blocks of raw memory. `make_handler` is what a process of the pool runs.
 
-Embeddings are taken only if the operator allows it, because their sender decides what the decoder
-of the model reads. They need a family in which the number of an item's embeddings alone fixes its
-place in a prompt. Where positions depend on a grid, or text comes between the placeholders, they
-are refused.
+Embeddings are accepted only if the operator allows it, because their sender decides what the
+decoder of the model reads. They are refused where their number alone does not fix an item's place
+in a prompt: where positions depend on a grid, or text comes between the placeholders.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ _UNKNOWN_RATE = 16_000  # samples a second; the exact rate does not matter for a
 
 
 class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The message that sends a job (one media item to process) to a process of the media pool.
-
-    The media itself travels beside the message, as a block of raw memory.
-    """
+    """A job for a process of the media pool; its media follows as a block of raw memory."""
 
     job: ItemJob
     keep: bool  # put the result into shared memory
@@ -75,28 +71,20 @@ class _ItemMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The reply of a process of the media pool: the layout of the item, and where its tensors are.
-
-    The layout is the text that stands for the item in a prompt. The tensors travel beside the
-    reply, or are in shared memory.
-    """
+    """The reply of a process of the media pool, without the tensors of the item."""
 
     layout: ItemLayout
-    reference: ShmReference | None  # where the tensors are, if they are not beside it
+    reference: ShmReference | None  # where the tensors are; None: they follow the reply
     times: ItemTimes  # stage -> seconds
 
 
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that a process of the media pool gets when it starts.
-
-    With them it loads the model's processor, and attaches to the shared memory `shm_fd` if that is
-    not `None`.
-    """
+    """The settings that a process of the media pool gets when it starts."""
 
     directory: str  # in which the model is
     trust_remote_code: bool
     limits: MediaLimits
-    shm_fd: int | None
+    shm_fd: int | None  # of the shared memory for results, to which it attaches
     warm_modalities: tuple[str, ...]  # an item of each is processed before the first job
     own_options: OwnOptions  # the operator's options for the processor and the decoders
     allow_larger_media: bool  # a request may ask for more than these options make of an item
@@ -116,9 +104,8 @@ _reply_decoder = msgspec.msgpack.Decoder(_ItemReply)
 def encode_job(
     job: ItemJob, media: object, *, processor: MultiModalProcessor, keep: bool
 ) -> tuple[bytes, list[Any]]:
-    """Encode a job for a process of the media pool, and return the message and its memory blocks.
+    """Return the message and the memory blocks of a job for a process of the media pool.
 
-    `media` is the bytes of a file (`MediaBytes`), or decoded media from a caller in this process.
     `keep` asks for the result to be put into shared memory. Raise `RequestError` for decoded media
     that no processor would understand.
     """
@@ -132,11 +119,7 @@ def encode_job(
 
 
 def encode_plain(message: msgspec.Struct) -> bytes:
-    """Return a message as msgpack bytes.
-
-    Raise `RequestError` if an option in it is no plain value (a number, string, list or map), so
-    that msgpack can't encode it.
-    """
+    """Return a message as msgpack; raise `RequestError` if an option in it is no plain value."""
     try:
         return _encoder.encode(message)
     except (TypeError, UnicodeEncodeError, OverflowError) as error:
@@ -156,11 +139,7 @@ def _as_tensor(media: object) -> tuple[str, torch.Tensor]:
 
 
 def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool]:
-    """Return the job, its media, and whether to put the result into shared memory.
-
-    This is the inverse of `encode_job`, in a process of the media pool. `block` is the memory block
-    that came with the message.
-    """
+    """Return the job, its media, and whether to put the result into shared memory."""
     decoded = _message_decoder.decode(message)
     if decoded.form == "bytes":
         return decoded.job, bytes(block), decoded.keep
@@ -178,9 +157,8 @@ def decode_job(message: bytes, block: memoryview) -> tuple[ItemJob, object, bool
 def make_handler(settings: bytes) -> ItemHandler:
     """Return the function with which a process of the media pool handles its jobs.
 
-    `settings` are msgpack bytes of `PoolSettings`. This loads the model's processor, processes a
-    small item of each modality that the settings name to warm up, and then limits the memory of the
-    process.
+    `settings` are msgpack bytes of `PoolSettings`. This loads the model's processor, warms it up
+    with a small item of each modality in the settings, and then limits the memory of the process.
     """
     given = msgspec.msgpack.decode(settings, type=PoolSettings)
     config = load_config(given.directory, trust_remote_code=given.trust_remote_code)
@@ -208,29 +186,25 @@ def _warm_up(worker: ItemWorker, own: OwnOptions, modalities: Collection[str]) -
             worker.process(job, make_dummy_file(modality))
         except Exception:  # a process of the pool can work without its warm-up
             _logger.warning(
-                "the warm-up of a process of the media pool failed for %s; the process goes on",
+                "the warm-up of a process of the media pool failed for %s; the process continues",
                 modality,
                 exc_info=True,
             )
 
 
 class ItemHandler:
-    """A callable with which a process of the media pool handles jobs: decode, process, reply.
-
-    `store` is the shared memory for results, or `None` if all results are sent with the reply.
-    """
+    """A callable with which a process of the media pool handles jobs: decode, process, reply."""
 
     def __init__(self, worker: ItemWorker, store: ShmStore | None) -> None:
         self._worker = worker
-        self._store = store
+        self._store = store  # for results; None: all are sent with the reply
 
     def __call__(
         self, job: bytes, block: memoryview, *, max_cost_s: float
     ) -> tuple[bytes, MultiModalKwargsItem]:
-        """Process a job, and return the encoded reply and the tensors to send beside it.
+        """Return the encoded reply, and the tensors to send with it, unless shared memory has them.
 
-        There are no tensors to send if they were put into shared memory. Raise `CostlyJobError` if
-        decoding is more work than `max_cost_s` seconds.
+        Raise `CostlyJobError` if decoding is more work than `max_cost_s` seconds.
         """
         item_job, media, keep = decode_job(job, block)
         try:
@@ -254,11 +228,10 @@ class ItemHandler:
 
 
 def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float | None:
-    """Return an estimate of the seconds it takes to decode and process a media item.
+    """Return the estimated seconds for decoding and processing an item, from its header or shape.
 
-    Only a header or a shape is read. Return `None` if the estimate needs a decoder, as for the file
-    of a video or sound. Raise `RequestError` if an image is larger than `limits` allow, by its
-    header.
+    Return `None` if the estimate needs a decoder, as for the file of a video or audio. Raise
+    `RequestError` if an image is larger than `limits` allow, by its header.
     """
     if isinstance(media, MediaBytes):
         size = read_header_size(media.data) if modality == "image" else None
@@ -275,10 +248,7 @@ def estimate_cost_s(modality: str, media: object, limits: MediaLimits) -> float 
 
 
 def _count_values(media: Any) -> int:
-    """Return how many numbers (pixel values or samples) decoded media consists of.
-
-    Return 0 if `media` has no known form.
-    """
+    """Return how many pixel values or samples decoded media has, or 0 if its form is unknown."""
     if isinstance(media, list | tuple):
         return sum(map(_count_values, media))
     if isinstance(media, Image.Image):
@@ -289,10 +259,7 @@ def _count_values(media: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedItem:
-    """A media item that was processed, with the seconds that its stages took.
-
-    `result` is the processed item itself, or a reference to it in shared memory.
-    """
+    """A processed media item, or its place in shared memory, and how long its stages took."""
 
     result: ProcessedItem | ShmReference
     times: ItemTimes  # how long its stages took, in any process
@@ -303,19 +270,14 @@ class ItemBackend(Protocol):
     """An interface for processing media items, in the caller's thread or in the media pool."""
 
     def start(self, job: ItemJob, media: object) -> Flight:
-        """Begin to process a media item, and return a future of a `FinishedItem`.
-
-        The media is `MediaBytes` (the bytes of a file), or decoded media from a caller in this
-        process.
-        """
+        """Begin to process encoded or decoded media, and return a future of a `FinishedItem`."""
         ...
 
 
 class InProcessBackend:
-    """A backend that processes media items in the caller's thread.
+    """A backend that processes media items in the caller's thread, before `start` returns.
 
-    `start` returns when the item is done. It raises `CostlyItemError` for an item that takes more
-    than `max_cost_s` seconds of work.
+    `start` raises `CostlyItemError` for an item that takes more than `max_cost_s` seconds of work.
     """
 
     def __init__(self, worker: ItemWorker, *, max_cost_s: float = math.inf) -> None:
@@ -323,10 +285,6 @@ class InProcessBackend:
         self._max_cost_s = max_cost_s
 
     def start(self, job: ItemJob, media: object) -> Flight:
-        """Process the item now, and return a future that is already done.
-
-        Raise `CostlyItemError` if the item is more work than `max_cost_s` seconds.
-        """
         cost_s = estimate_cost_s(job.modality, media, self._worker.limits)
         if cost_s is not None and cost_s > self._max_cost_s:
             raise CostlyItemError(cost_s)
@@ -336,10 +294,7 @@ class InProcessBackend:
 
 
 class PoolBackend:
-    """A backend that processes media items in the processes of the media pool.
-
-    If `keep` is True, the pool puts its results into shared memory instead of sending them back.
-    """
+    """A backend that processes items in the media pool, and with `keep` into shared memory."""
 
     def __init__(
         self, pool: ProcessPool, processor: MultiModalProcessor, limits: MediaLimits, *, keep: bool
@@ -377,11 +332,9 @@ class PoolBackend:
 class EarlyBackend:
     """A backend that works in the caller's thread until the media pool is ready, then in the pool.
 
-    `early` and `late` are the backends for these two times. This is for frontends that serve before
-    their pool has a process, so that no request waits for the imports of that process. Long work
-    waits for the pool all the same. In the caller's thread limits on size hold, but a deadline
-    can't stop a processor that has begun, and a crash of a decoder ends the frontend and not only a
-    process of the pool.
+    So no request waits for the imports of the pool's first process. Long work waits for the pool
+    all the same. In the caller's thread limits on size hold, but a deadline can't stop a processor
+    that has begun, and a crash of a decoder ends the frontend and not only a process of the pool.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
@@ -400,11 +353,7 @@ class EarlyBackend:
 
 @dataclass(frozen=True, slots=True)
 class EmbedsBackend:
-    """A backend that accepts precomputed embeddings, and passes other media to another backend.
-
-    Precomputed embeddings are the output of an encoder, which a client sends instead of media. They
-    need no processing, only checks.
-    """
+    """A backend that checks precomputed embeddings, and passes other media to another backend."""
 
     backend: ItemBackend
     processor: MultiModalProcessor

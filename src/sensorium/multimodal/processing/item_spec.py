@@ -30,10 +30,7 @@ _MAX_SIZES = 3  # numbers in a tensor that describes an item as a whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRule:
-    """A rule for one tensor of a processed media item: its dtype, its shape, and its values.
-
-    A mask may hold only zeros and ones, and a tensor of positions only valid ones.
-    """
+    """A rule for one tensor of a processed media item: its dtype, its shape, and its values."""
 
     dtype: torch.dtype
     sizes: tuple[int | None, ...]  # of each dimension; None: any size from 1 on
@@ -68,11 +65,7 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemSpec:
-    """The rules for all tensors of a processed media item, for one modality.
-
-    There are rules for each tensor, for dimensions that must be equal, for grids that count rows,
-    and for the number of embeddings.
-    """
+    """The rules for all tensors of a processed media item, for one modality."""
 
     tensors: Mapping[str, TensorRule]
     links: tuple[tuple[_Dimension, _Dimension], ...]  # dimensions that must have equal sizes
@@ -95,7 +88,7 @@ class ItemSpec:
                 )
 
     def check_encoded(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int) -> None:
-        """Check the tensors that stand beside the encoder output of an item, some of all.
+        """Check those tensors of an item that come with its encoder output of `num_embeds` rows.
 
         If they have the sizes of the others, these must be those of so many embeddings.
         """
@@ -139,9 +132,8 @@ class ItemSpec:
 class ItemSpecs:
     """A thread-safe check of tensors that were processed elsewhere, for all modalities.
 
-    The rules are learned by processing sample media with the model's processor and
-    `processor_kwargs`, when a modality is first checked. `lock` is held while that is done, if the
-    processor is used elsewhere too.
+    A modality's rules are learned by processing sample media, when it is first checked. `lock` is
+    held while that is done, if the processor is also used elsewhere.
     """
 
     def __init__(
@@ -160,9 +152,8 @@ class ItemSpecs:
     def check(self, modality: str, kwargs: object, num_embeds: int | None = None) -> None:
         """Raise `RequestError` if tensors can't be those of a processed item of this modality.
 
-        `kwargs` should map names to tensors; the error names the one that does not fit.
-        `num_embeds` is the number of placeholder tokens that the item has in its prompt, or `None`
-        if that is unknown.
+        `num_embeds` is how many placeholder tokens the item has in its prompt, or `None` if
+        unknown.
         """
         if not isinstance(kwargs, Mapping):
             raise RequestError(
@@ -171,10 +162,7 @@ class ItemSpecs:
         self._get_spec(modality).check(modality, kwargs, num_embeds)
 
     def check_encoded(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int) -> None:
-        """Raise `RequestError` if tensors can't stand beside the encoder output of an item.
-
-        They are some of those of a processed item, and the encoder made `num_embeds` of it.
-        """
+        """Raise `RequestError` if tensors can't come with an encoder output of `num_embeds`."""
         self._get_spec(modality).check_encoded(modality, kwargs, num_embeds)
 
     def _get_spec(self, modality: str) -> ItemSpec:
@@ -187,7 +175,7 @@ class ItemSpecs:
             return self._specs[modality]
 
     def _make_samples(self, modality: str) -> list[ProcessedItem]:
-        """Process sample media of different sizes, and return the results.
+        """Return processed sample media of different sizes.
 
         A processor may refuse some of the media as too long or too thin. If it refuses all of them,
         its last `RequestError` is raised.
@@ -208,13 +196,12 @@ class ItemSpecs:
 
 
 class StoredItems:
-    """A check of items from a store, as items are checked that a client sends. It is thread-safe.
+    """A thread-safe check of items from a store, by the rules for items that a client sends.
 
-    A checksum says that an entry is as it was written, and not that it makes sense: another
+    A checksum proves that an entry is as it was written, and not that it makes sense: another
     version, or somebody else with access to the store, may have written it. Sizes that don't fit
-    would fail the request, or let the model allocate any amount of memory for positions.
-
-    `lock` is held by everything that uses the model's processor.
+    would fail the request, or let the model allocate any amount of memory for positions. `lock` is
+    held by everything that uses the model's processor.
     """
 
     def __init__(self, processor: MultiModalProcessor, lock: Lock) -> None:
@@ -234,8 +221,8 @@ class StoredItems:
             specs = ItemSpecs(self._processor, job.processor_kwargs, lock=self._lock)
             self._specs.put(key, specs)
         if ENCODED in kwargs:
-            beside = {name: tensor for name, tensor in kwargs.items() if name != ENCODED}
-            specs.check_encoded(job.modality, beside, layout.num_embeds)
+            others = {name: tensor for name, tensor in kwargs.items() if name != ENCODED}
+            specs.check_encoded(job.modality, others, layout.num_embeds)
         else:
             specs.check(job.modality, kwargs, layout.num_embeds)
         for name, tensor in kwargs.items():
@@ -244,11 +231,10 @@ class StoredItems:
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
-    """Return the rules for the tensors of processed items, found from samples.
+    """Return the rules for tensors: what samples of one modality and of different sizes share.
 
-    What samples of different sizes have in common is required: names, types and fixed dimensions
-    of tensors. All `samples` are of one modality. `merge_size` is the number of patches along an
-    edge that the model merges into one embedding, or 1 if it merges none.
+    `merge_size` is the number of patches along an edge that the model merges into one embedding, or
+    1 if it merges none.
     """
     first = samples[0].kwargs
     tensors = {
@@ -291,7 +277,7 @@ def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
     """Return how many of the last dimensions do not depend on the size of the media item.
 
     These are the features of a patch, the colours, height and width of a tile, or the bands and
-    frames of a window of sound. The dimensions before them count patches, tiles or windows.
+    frames of a window of audio. The dimensions before them count patches, tiles or windows.
     """
     if tensor.numel() <= _MAX_SIZES:
         return tensor.ndim
@@ -305,10 +291,7 @@ def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
 def _find_links(
     samples: Sequence[ProcessedItem], tensors: Mapping[str, TensorRule]
 ) -> tuple[tuple[_Dimension, _Dimension], ...]:
-    """Return pairs of dimensions that must have equal sizes.
-
-    One belongs to a mask or to positions, and the other one to the tensor that these describe.
-    """
+    """Return pairs of equal dimensions, of a mask or positions and of a tensor they describe."""
     described = [name for name, rule in tensors.items() if rule.is_mask or rule.is_position]
     return tuple(
         ((name, index), (other, other_index))
@@ -323,11 +306,7 @@ def _find_links(
 
 
 def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
-    """Return True if the tensor `name` holds sizes that give the number of rows of `rows`.
-
-    Such a grid is a small integer tensor, for example with the numbers of frames, rows and columns
-    of patches.
-    """
+    """Return True if `name` is a small tensor of sizes that give the number of rows of `rows`."""
     grid, tensor = kwargs[name], kwargs[rows]
     is_sizes = grid.dtype in (torch.int32, torch.int64) and 1 <= grid.ndim <= 2
     if not is_sizes or grid.shape[-1] > 3 or name.endswith("mask") or not tensor.ndim:
@@ -345,15 +324,14 @@ def _counts_rows(grid: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 def _count_rows(grid: torch.Tensor) -> float | None:
     """Return the sum of the products of the sizes in a grid, or None if a size is below 1."""
-    sizes = grid.double()
+    sizes = grid.double()  # a product of large integers may overflow
     return float(sizes.prod(-1).sum()) if bool((sizes >= 1).all()) else None
 
 
 def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:
-    """Find how many embeddings the encoder makes of how many values in the largest tensor.
+    """Return the largest tensor's name, and how many embeddings come of how many of its values.
 
-    Return the name of that tensor with the two numbers. Return an empty mapping if the samples have
-    different ratios. Encoders that pack patches have the same ratio for all items.
+    It is empty if samples have different ratios. Encoders that pack patches have one for all.
     """
     first = samples[0]
     name = max(first.kwargs, key=lambda name: first.kwargs[name].numel())

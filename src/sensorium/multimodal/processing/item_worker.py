@@ -1,12 +1,12 @@
 """Decodes and processes one item at a time, in the frontend or in a process of the pool.
 
 Owns the model's processor, which is not safe to use from two threads. Refuses items that a
-request's options make too large, and sounds that are longer than the model's window.
+request's options make too large, and audio that is longer than the model's window.
 
 Processors cut off what is longer than their window, without an error. The length of the window has
-no common name among their settings, so it is found by trials: if a change at the end of a sound
-does not change the result, that end was cut off. The sounds of these trials are our own, so that no
-client's sound influences another client's.
+no common name among their settings, so it is found by trials: if a change at the end of the audio
+does not change the result, that end was cut off. The trials use audio of our own, so that no
+client's audio influences another client's.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ from sensorium.utils.lru import LruCache
 
 
 class StageTimes:
-    """A stopwatch that sums up how many seconds each stage of one media item takes.
-
-    Use it in one thread only.
-    """
+    """A stopwatch for one thread that sums up the seconds of each stage of a media item."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -58,10 +55,7 @@ class StageTimes:
             self.add({stage: time.monotonic() - began})
 
     def add(self, times: ItemTimes) -> None:
-        """Add the seconds of stages that were measured elsewhere.
-
-        `times` maps the name of each stage to its seconds.
-        """
+        """Add the seconds of stages that were measured elsewhere."""
         self._seconds = add_times(self._seconds, times)
 
     def get(self) -> ItemTimes:
@@ -74,39 +68,29 @@ def add_times(first: ItemTimes, second: ItemTimes) -> dict[str, float]:
     return {stage: first.get(stage, 0.0) + second.get(stage, 0.0) for stage in stages}
 
 
-# The end of a sound that may be ignored: less than a syllable, and more than the padding of codecs.
+# The end of audio that may be ignored: less than a syllable, and more than the padding of codecs.
 _TOLERANCE_S = 0.05
 _MAX_OPTION_SETS = 64
 _USUAL_WINDOW_S = 60
-SAMPLES = "samples"  # the tensor of a sound that was only decoded: mono, at the model's rate
+SAMPLES = "samples"  # the tensor of audio that was only decoded: mono, at the model's rate
 
 
 @dataclass(slots=True)
 class _Window:
-    """The bounds found so far on the longest audio that a processor takes without cutting it off.
-
-    Lengths are in samples. There is one object of this class for each set of processor options.
-    """
+    """The bounds found so far on the longest audio, in samples, that a processor takes whole."""
 
     processor_kwargs: Mapping[str, Any]
-    accepted: int = 0  # the longest sound that was taken to its end
+    accepted: int = 0  # the longest audio that was taken to its end
     rejected: int | None = None  # the shortest one that was not; `None` if there was none
-    is_exact: bool = False  # no longer sound is taken to its end, apart from the tolerance
+    is_exact: bool = False  # no longer audio is taken to its end, except for the tolerance
 
     def excludes(self, num_samples: int) -> bool:
-        """Return True if a processor certainly cuts off a sound of this length.
-
-        Call this only for lengths above `heard`.
-        """
+        """Return True if audio of this length, which is above `accepted`, is certainly cut off."""
         return self.is_exact or (self.rejected is not None and num_samples >= self.rejected)
 
 
 class LengthCheck:
-    """A check whether the model's processor would cut off the end of a sound.
-
-    It remembers what trials with the processor have shown. Don't use it in two threads at once,
-    because the processor is not thread-safe.
-    """
+    """A check, for one thread, whether the model's processor would cut off the end of audio."""
 
     def __init__(self, processor: MultiModalProcessor) -> None:
         self._processor = processor
@@ -115,11 +99,7 @@ class LengthCheck:
         self._windows: LruCache[str, _Window] = LruCache(_MAX_OPTION_SETS)  # by options
 
     def check(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> None:
-        """Raise `RequestError` if the processor would cut off the end of a sound.
-
-        `num_samples` is the length of the sound at the model's sampling rate. The last 0.05 s may
-        be cut off.
-        """
+        """Raise `RequestError` if the processor would cut off more than the last 0.05 s."""
         if self._processor.takes_whole_audio:
             return
         key = repr(sorted(processor_kwargs.items()))
@@ -134,15 +114,15 @@ class LengthCheck:
         if window.is_exact:
             limit = f"this model takes at most {window.accepted / self._rate:.4g} s"
         raise RequestError(
-            f"the sound is {num_samples / self._rate:.4g} s long; {limit}: send it in pieces"
+            f"the audio is {num_samples / self._rate:.4g} s long; {limit}: send it in pieces"
         )
 
     def _explore(self, window: _Window, num_samples: int) -> None:
-        """Find out by trials if the processor takes sounds of this length, and where its limit is.
+        """Find out by trials if the processor takes audio of this length, and where its limit is.
 
         The limit is usually short, and one of the numbers among the processor's settings. So the
-        longest usual candidate is tried first: most sounds then need no trial of their own, and
-        very long ones no trial at their length. The results are noted in `window`.
+        longest usual candidate is tried first: most audio then needs no trial of its own, and very
+        long audio no trial at its length. The results are noted in `window`.
         """
         usual = _USUAL_WINDOW_S * self._rate
         candidates = sorted({c for c in self._iter_candidates() if c <= max(num_samples, usual)})
@@ -163,10 +143,7 @@ class LengthCheck:
         return False
 
     def _is_taken(self, window: _Window, num_samples: int) -> bool:
-        """Return True if the processor takes a sound of this length to its end.
-
-        If `window` does not decide that yet, a trial is run, and its result is noted in `window`.
-        """
+        """Return True if the processor takes audio of this length whole; try it if needed."""
         if num_samples > window.accepted and not window.excludes(num_samples):
             if self._ask(num_samples, window.processor_kwargs):
                 window.accepted = num_samples
@@ -175,10 +152,10 @@ class LengthCheck:
         return num_samples <= window.accepted
 
     def _ask(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> bool:
-        """Return True if the processor's result depends on the last part of a sound of this length.
+        """Return True if the processor's result depends on the last part of audio of this length.
 
-        This processes two sounds that differ only at their end. Return True also if the processor
-        fails, because the client's sound will then fail in the same way.
+        Return True also if the processor fails, because the client's audio will then fail in the
+        same way.
         """
         num_changed = min(num_samples, self._num_tolerated)
         silence = np.zeros(num_samples, dtype=np.float32)
@@ -194,10 +171,9 @@ class LengthCheck:
         return any(not torch.equal(first[name], second[name]) for name in first)
 
     def _iter_candidates(self) -> Iterator[int]:
-        """Yield lengths in samples at which the processor may cut sounds off.
+        """Yield lengths in samples at which the processor may cut audio off.
 
-        They are all positive numbers among its settings and defaults, each read as samples and as
-        seconds.
+        They are all positive numbers among its settings and defaults, as samples and as seconds.
         """
         processor = self._processor.hf_processor
         part = getattr(processor, "feature_extractor", None)
@@ -213,24 +189,20 @@ class LengthCheck:
 
 
 class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The instructions for processing one media item: its hash, its modality and all options.
-
-    The media is passed separately.
-    """
+    """The instructions for processing one media item, which is passed separately."""
 
     mm_hash: str
     modality: str
     decode_options: dict[str, Any] | None  # None: the media is decoded already
     processor_kwargs: dict[str, Any]
-    is_decoded_only: bool = False  # the result is the samples of a sound, under `SAMPLES`
+    is_decoded_only: bool = False  # the result is the samples of audio, under `SAMPLES`
 
 
 class ItemWorker:
     """A worker that decodes and processes media items with the model's processor.
 
     With `own_options` (the server's options) it refuses an item if the options of its request make
-    it larger than the server's options can. Without them a request may use any options that the
-    processor takes.
+    it larger than the server's options can. Without them a request may use any options.
     """
 
     def __init__(
@@ -242,7 +214,7 @@ class ItemWorker:
         self._processor = processor
         self.limits = limits
         self._guard = None if own_options is None else CostGuard(processor, limits, own_options)
-        self._hearing = LengthCheck(processor)
+        self._length_check = LengthCheck(processor)
         self.lock = Lock()
 
     def process(
@@ -302,7 +274,7 @@ class ItemWorker:
             samples: Any = self._processor.check_media("audio", media, job.processor_kwargs)[0]
             if job.is_decoded_only:
                 return _make_samples_item(job.mm_hash, samples)
-            self._hearing.check(len(samples), job.processor_kwargs)
+            self._length_check.check(len(samples), job.processor_kwargs)
             media = samples
         item = self._processor.process_item(
             job.modality, media, job.processor_kwargs, mm_hash=job.mm_hash
@@ -315,17 +287,14 @@ class ItemWorker:
 
 
 def _make_samples_item(mm_hash: str, samples: np.ndarray[Any, Any]) -> ProcessedItem:
-    """Return the samples of a sound as an item, with a layout that no prompt can use."""
+    """Return samples of audio as an item, with a layout that no prompt can use."""
     layout = ItemLayout(text="", token_id=0, num_embeds=0)
     tensors = {SAMPLES: torch.from_numpy(samples)}
     return ProcessedItem(modality="audio", mm_hash=mm_hash, kwargs=tensors, layout=layout)
 
 
 def _get_shape(modality: str, media: object) -> Shape | None:
-    """Return (height, width) of a decoded image, or (frames, height, width) of a video.
-
-    Return `None` for audio, and for media of an unknown form, which a later check refuses.
-    """
+    """Return the shape of a decoded image or video, or `None` for audio and unknown forms."""
     if isinstance(media, tuple) and len(media) == 2:
         media = media[0]  # the second entry is the metadata of its frames
     if modality == "image" and isinstance(media, Image.Image):

@@ -2,8 +2,7 @@
 
 In the families named here, the text that stands for an image in a prompt is a function of its size
 and of the processor's options. So a size is processed once, as a blank image, and an image of that
-size is neither decoded nor processed. The layouts of the sizes that were used last are kept here,
-apart from all caches of tensors. Several threads may use it.
+size is neither decoded nor processed.
 """
 
 from __future__ import annotations
@@ -49,23 +48,14 @@ _MAX_CHARACTERS = 2**25  # of all layouts that are kept
 
 
 def has_sized_images(processor: MultiModalProcessor) -> bool:
-    """Return True if the layout of an image depends only on its size and the options.
-
-    The layout is the text that stands for the image in a prompt. This is known for some processors
-    of Transformers.
-    """
+    """Return True if the layout of an image is known to depend only on its size and the options."""
     kind = type(processor.hf_processor)
     is_known = kind.__name__ in SIZED_PROCESSORS and kind.__module__.startswith(_OWN_MODULES)
     return is_known and "image" in processor.modalities
 
 
 class SizeLayouts:
-    """A cache of image layouts by image size, for requests that need no tensors.
-
-    A layout is the text that stands for an image in a prompt. For a size that is new, `backend`
-    processes a blank image of that size, so that the client's own image is neither decoded nor
-    processed. Several threads may use it.
-    """
+    """A thread-safe cache of image layouts by size, separate from all caches of tensors."""
 
     def __init__(self, *, hasher: MediaHasher, backend: ItemBackend, limits: MediaLimits) -> None:
         self._hasher = hasher

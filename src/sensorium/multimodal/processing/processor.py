@@ -1,7 +1,7 @@
 """Runs the model's own Hugging Face processor, with one media item in each call.
 
 The result is the tensors that the encoder takes, and the layout: the text that stands for the item
-in an expanded prompt. It must not depend on other items, so that it can be cached and used again.
+in an expanded prompt. It must not depend on other items, so that it can be cached.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ FindToken = Callable[[int], int | None]
 def tokenize(
     tokenizer: Any, text: str, *, add_special_tokens: bool = True
 ) -> tuple[list[int], FindToken]:
-    """Return the token ids of a text, and a function from a character's index to its token's index.
-
-    The function returns `None` for a character that the tokenizer has dropped.
-    """
+    """Return a text's token ids, and a function from a character's index to its token's index."""
     if getattr(tokenizer, "is_fast", False):
         # Masks are not needed. Making their lists element by element would hold Python's lock.
         encoding = tokenizer(
@@ -65,9 +62,8 @@ def tokenize_fragment(tokenizer: Any, text: str) -> list[int]:
 def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
     """Tokenize a text with a tokenizer that would read control tokens as plain text (Mistral's).
 
-    The text is split at its control tokens, and each piece is tokenized. Return the token ids, and
-    a function from a character's index to a token's index. That is exact only for control tokens;
-    for other characters it is the first token of their piece.
+    The text is split at its control tokens. The returned function is exact only for these; for
+    other characters it gives the first token of their piece.
     """
     token_ids: list[int] = []
     if not text.startswith(tokenizer.bos_token):
@@ -81,10 +77,7 @@ def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken
 
 
 def _split(tokenizer: Any, text: str) -> list[tuple[int, list[int]]]:
-    """Split a text at control tokens, and tokenize each piece.
-
-    Return for each piece the index of its first character and its token ids.
-    """
+    """Split a text at control tokens; return each piece's first character and token ids."""
     pattern, id_of = _get_control_tokens(tokenizer)
     pieces = []
     start = 0
@@ -133,11 +126,11 @@ ProcessorResult = tuple[MultiModalKwargsItem, str]  # tensors, and what a marker
 def call_voxtral(
     processor: Any, audio: object, processor_kwargs: Mapping[str, object]
 ) -> ProcessorResult:
-    """Process a sound for Voxtral, and return its tensors and its text in a prompt.
+    """Return the tensors of audio for Voxtral, and its text in a prompt.
 
-    Voxtral's own processor takes only whole conversations, so this calls its parts. Sounds are
-    padded to whole windows of the encoder, and each window becomes the same number of embeddings.
-    Raise `RequestError` if there are any options.
+    Voxtral's own processor takes only whole conversations, so this calls its parts. Audio is padded
+    to whole windows of the encoder, and each window becomes the same number of embeddings. Raise
+    `RequestError` if there are any options.
     """
     if processor_kwargs:
         raise RequestError(
@@ -157,17 +150,14 @@ def call_voxtral(
     return {"input_features": windows.contiguous()}, processor.audio_token * num_embeds
 
 
-# Model type -> a function for the sounds of a model with a processor that can't be called itself.
+# Model type -> a function for the audio of a model with a processor that can't be called itself.
 PROCESSOR_CALLS: dict[str, Callable[[Any, object, Mapping[str, object]], ProcessorResult]] = {
     "voxtral": call_voxtral
 }
 
 
 def _get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
-    """Return the tensors for the encoder from a processor's output, by name.
-
-    Lists of numbers become tensors. Token ids and other results about the text are left out.
-    """
+    """Return the encoder's tensors in a processor's output; lists of numbers become tensors."""
     tensors = {}
     for name, value in output.items():
         if name in _TEXT_KEYS:
@@ -180,9 +170,9 @@ def _get_tensors(output: Mapping[str, object]) -> MultiModalKwargsItem:
 
 
 class MultiModalProcessor:
-    """The Hugging Face processor and tokenizer of a model, which process one media item at a time.
+    """The tokenizer of a model, and its Hugging Face processor unless it is text-only.
 
-    A text-only model has no processor, only a tokenizer. Calls are not thread-safe.
+    It processes one media item at a time. Calls are not thread-safe.
     """
 
     def __init__(
@@ -207,24 +197,20 @@ class MultiModalProcessor:
         except Exception as error:  # Transformers raises errors of many kinds
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
         self.hf_processor: Any = loaded if is_multimodal else None
-        # Our own function for sounds calls the processor's parts, and cuts nothing off.
+        # Our own function for audio calls the processor's parts, and cuts nothing off.
         self._call_own = PROCESSOR_CALLS.get(config.model_type)
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
-        # For models that attend to a sound beside their prompt. No marker stands for it.
-        self.beside: AudioProcessor | None = None
+        # For models that have audio outside their prompt. No marker stands for it.
+        self.outside_audio: AudioProcessor | None = None
         if audios is not None:
             model_class = get_model_class(model, config, trust_remote_code=trust_remote_code)
-            self.beside = audios(model_class, config, loaded)
+            self.outside_audio = audios(model_class, config, loaded)
         self.takes_whole_audio = self._call_own is not None or audios is not None
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that changes if the processor would give other results for the same item.
-
-        It has the version of Transformers and the processor's class and settings, but not the
-        options of a request. It is empty for a text-only model.
-        """
+        """Return a text that changes if the processor would give other results for an item."""
         if self.hf_processor is None:
             return ""
         name = type(self.hf_processor).__name__
@@ -232,10 +218,7 @@ class MultiModalProcessor:
 
     @cached_property
     def option_names(self) -> frozenset[str]:
-        """Return the names of the processor's options for media.
-
-        The result is empty if the processor does not declare its options.
-        """
+        """Return the processor's options for media; empty if it does not declare them."""
         if self.hf_processor is None:
             return frozenset()
         kinds: Any = getattr(type(self.hf_processor), "valid_processor_kwargs", None)
@@ -245,10 +228,10 @@ class MultiModalProcessor:
         return frozenset(name for group in groups for name in getattr(group, "__annotations__", ()))
 
     def get_option_default(self, path: str) -> float | None:
-        """Return a number from the processor's own settings.
+        """Return a number from the processor's own settings, or `None` if it has none of this name.
 
-        `path` is a name such as `size.longest_edge`. If the parts of the processor have different
-        values, the largest one is returned. Return `None` if no part has this number.
+        `path` is a name such as `size.longest_edge`. Of different values in parts of the processor,
+        the largest one is returned.
         """
         name, _, key = path.partition(".")
         found = [getattr(part, name, None) for part in self._get_parts(*MODALITIES)]
@@ -266,7 +249,7 @@ class MultiModalProcessor:
         return getattr(self.hf_processor, "video_processor", None)
 
     def _has_modality(self, modality: str) -> bool:
-        if self.beside is not None:
+        if self.outside_audio is not None:
             return modality == "audio"
         has_marker = getattr(self.hf_processor, f"{modality}_token", None) is not None
         return has_marker and bool(self._get_parts(modality) and self.get_token_ids(modality))
@@ -274,11 +257,10 @@ class MultiModalProcessor:
     @property
     def markers(self) -> dict[str, str]:
         """Return the marker of each modality that has one, such as `<image>`."""
-        modalities = self.modalities if self.beside is None else ()
+        modalities = self.modalities if self.outside_audio is None else ()
         return {modality: self.get_marker(modality) for modality in modalities}
 
     def get_marker(self, modality: str) -> str:
-        """Return the text that marks the place of a media item in a prompt, such as `<image>`."""
         return str(getattr(self.hf_processor, f"{modality}_token"))
 
     def get_token_ids(self, modality: str) -> tuple[int, ...]:
@@ -296,10 +278,9 @@ class MultiModalProcessor:
         return next((int(part.sampling_rate) for part in self._get_parts("audio")), None)
 
     def make_trial_text(self, modality: str | None, texts: Sequence[str]) -> str:
-        """Return a prompt for trials, with one media item between each two of the texts.
+        """Return a prompt for trials, with one media item (or none) between each two of the texts.
 
         The chat template writes the prompt if it can, because it adds what belongs around an item.
-        If `modality` is `None`, there are no items, and the texts are joined.
         """
         if modality is None:
             return "".join(texts)
@@ -320,8 +301,8 @@ class MultiModalProcessor:
     ) -> Mapping[str, torch.Tensor]:
         """Return all inputs of the model for a prompt with several media items of one modality.
 
-        This is the plain call of Transformers' processor for trials, not one item at a time. If
-        `modality` is `None`, only the text is tokenized.
+        This is the plain call of Transformers' processor for trials. If `modality` is `None`, only
+        the text is tokenized.
         """
         if modality is None:
             return {"input_ids": torch.tensor([tokenize(self.tokenizer, text)[0]])}
@@ -337,11 +318,7 @@ class MultiModalProcessor:
         metadata: Sequence[Mapping[str, object] | None],
         processor_kwargs: Mapping[str, object],
     ) -> Mapping[str, Any]:
-        """Call Transformers' processor for a prompt with media items, and return its output.
-
-        `text` has one marker for each item in `media`. `metadata` has one entry per item, which is
-        `None` unless the item is a video with metadata.
-        """
+        """Return the processor's output for a prompt with one marker for each media item."""
         options = dict(processor_kwargs)
         if modality == "audio":
             options.setdefault("sampling_rate", self.sampling_rate)
@@ -394,11 +371,7 @@ class MultiModalProcessor:
     def check_media(
         self, modality: str, media: object, processor_kwargs: Mapping[str, object]
     ) -> tuple[object, Metadata | None]:
-        """Check decoded media, and return it in a form that the processor understands.
-
-        The second result is the metadata of a video's frames, or `None`. Raise `RequestError` if
-        the media is wrong or too large.
-        """
+        """Return checked media in a form for the processor, and a video's metadata or `None`."""
         return check_media(
             modality,
             media,
@@ -415,11 +388,7 @@ class MultiModalProcessor:
         *,
         mm_hash: str = "",
     ) -> ProcessedItem:
-        """Process one decoded media item, and return its tensors and its layout.
-
-        The layout is the text that stands for the item in a prompt. Raise `RequestError` if the
-        item or its options are at fault.
-        """
+        """Process a decoded item, or raise `RequestError` if it or its options are at fault."""
         try:
             checked, metadata = self.check_media(modality, media, processor_kwargs)
             tensors, layout = self._process(modality, checked, metadata, processor_kwargs)
@@ -440,13 +409,13 @@ class MultiModalProcessor:
         metadata: Mapping[str, object] | None,
         processor_kwargs: Mapping[str, object],
     ) -> tuple[MultiModalKwargsItem, ItemLayout]:
-        if self.beside is None:
+        if self.outside_audio is None:
             tensors, text = self._call(modality, media, metadata, processor_kwargs)
             return tensors, self._make_layout(modality, text)
         if processor_kwargs:
             names = ", ".join(processor_kwargs)
             raise RequestError(f"this model's processor takes no options, but was given: {names}")
-        return self.beside.process(media)  # type: ignore[arg-type]
+        return self.outside_audio.process(media)  # type: ignore[arg-type]
 
     def count_item(
         self,
@@ -457,8 +426,7 @@ class MultiModalProcessor:
     ) -> tuple[int, int]:
         """Return how many embeddings an item becomes, and how many values its tensors have.
 
-        `media` may be on PyTorch's meta device, where tensors have a shape but no values. All
-        errors of the processor are raised unchanged.
+        `media` may be on PyTorch's meta device. All errors of the processor are raised unchanged.
         """
         tensors, text = self._call(modality, media, metadata, processor_kwargs)
         tokens = self.tokenizer.convert_ids_to_tokens(list(self.get_token_ids(modality)))
@@ -466,13 +434,9 @@ class MultiModalProcessor:
         return num_embeds, sum(tensor.numel() for tensor in tensors.values())
 
     def check_layout(self, modality: str, layout: ItemLayout) -> None:
-        """Raise `RequestError` if no item of this modality can have the given layout.
-
-        A layout is the text that stands for an item in a prompt. This checks layouts that were made
-        elsewhere.
-        """
-        if self.beside is not None:
-            self.beside.check_layout(layout)
+        """Raise `RequestError` if no item of this modality can have this layout."""
+        if self.outside_audio is not None:
+            self.outside_audio.check_layout(layout)
             return
         if len(layout.text) > _MAX_CHARACTERS + _MAX_CHARACTERS_PER_EMBED * layout.num_embeds:
             raise RequestError(
@@ -488,10 +452,7 @@ class MultiModalProcessor:
             )
 
     def make_plain_layout(self, modality: str, num_embeds: int) -> ItemLayout:
-        """Return the layout of an item that appears in a prompt as placeholder tokens alone.
-
-        There is one placeholder for each of its `num_embeds` embeddings, and no other text.
-        """
+        """Return the layout of an item that appears in a prompt as placeholder tokens alone."""
         return self._make_layout(modality, self.get_marker(modality) * num_embeds)
 
     def _make_layout(self, modality: str, text: str) -> ItemLayout:

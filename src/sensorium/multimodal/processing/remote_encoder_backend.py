@@ -1,8 +1,8 @@
-"""Gives large media items to an encoder that runs apart from the engine.
+"""Gives large media items to a remote encoder, which runs in a process of its own.
 
 The encoder takes the source of an item, and answers with the item as the engine's core takes it
-after encoding: its layout, its small tensors and its encoder output. How both reach each other is a
-matter of the `EncoderService`, so that there may be several transports.
+after encoding: its layout, its small tensors and its encoder output. The transport is up to the
+`EncoderService`.
 """
 
 from __future__ import annotations
@@ -21,36 +21,34 @@ from sensorium.multimodal.processing.item_backend import FinishedItem, ItemBacke
 from sensorium.multimodal.processing.item_worker import ItemJob
 from sensorium.multimodal.single_flight import Flight
 from sensorium.types.errors import CapacityError, StoppingError
-from sensorium.types.multimodal import APART_OUTCOMES
+from sensorium.types.multimodal import REMOTE_ENCODER_OUTCOMES
 
 _NUM_FALLBACKS = 8  # items that may wait for the engine's own backend at once
 
 
 class EncoderService(Protocol):
-    """A connection to an encoder that runs apart from the engine. Several threads may use it."""
+    """A connection to a remote encoder, which several threads may use."""
 
     def encode(self, job: ItemJob, media: object) -> Future[FinishedItem]:
-        """Begin to encode a media item, and return a future of it with its encoder output.
+        """Begin to encode an item, and return a future of it with its encoder output.
 
-        The media is `MediaBytes` (the bytes of a file), or decoded media from a caller in this
-        process. The future fails with a `RequestError` if the item is at fault. It fails with a
-        `CapacityError` if the encoder has no room or can't be reached. It always ends within a
-        bounded time.
+        The future ends within a bounded time. It fails with a `RequestError` if the item is at
+        fault, and with a `CapacityError` if the encoder has no room or can't be reached.
         """
         ...
 
     def close(self) -> None:
-        """Close the connection. What still waits fails."""
+        """Close the connection, so that what still waits for an answer fails."""
         ...
 
 
 class RemoteEncoderBackend:
-    """A backend that gives items of more than `above` bytes to an encoder apart.
+    """A backend that gives items of more than `above` bytes to a remote encoder.
 
-    All other items go to `local`, the engine's own backend. With `has_fallback`, an item goes there
-    too if the encoder can't be had. That happens in threads of this backend, because the engine's
-    own backend may wait for room or do the whole work at once, and the thread in which an encoder's
-    answer comes may be that of an event loop.
+    All other items go to `local`, the engine's own backend. With `has_fallback`, so does an item if
+    the encoder has no room or can't be reached. That happens in threads of this backend, because
+    the engine's own backend may wait for room or do the whole work at once, and the thread in which
+    an encoder's answer comes may be that of an event loop.
     """
 
     def __init__(
@@ -69,9 +67,9 @@ class RemoteEncoderBackend:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def get_counts(self) -> dict[str, int]:
-        """Return how many items were meant for the encoder so far, by what became of them."""
+        """Return how many items were meant for the encoder so far, by outcome."""
         with self._lock:
-            return {outcome: self._counts[outcome] for outcome in APART_OUTCOMES}
+            return {outcome: self._counts[outcome] for outcome in REMOTE_ENCODER_OUTCOMES}
 
     def start(self, job: ItemJob, media: object) -> Flight:
         if job.is_decoded_only or count_bytes(media) <= self._above:
@@ -130,7 +128,6 @@ class RemoteEncoderBackend:
 
 
 def _follow(flight: Flight, other: Flight) -> None:
-    """End a flight as another one has ended."""
     if other.cancelled():
         flight.cancel()
         return
@@ -147,10 +144,7 @@ def _settle(flight: Flight, result: Any, error: BaseException | None) -> None:
 
 
 def count_bytes(media: Any) -> int:
-    """Return the size of a media item as it was given.
-
-    It is the size of the file, or of the pixels or samples of decoded media.
-    """
+    """Return the size of a media item as it was given: of its file, pixels or samples."""
     if isinstance(media, MediaBytes):
         return len(media.data)
     if isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], int | float | dict):

@@ -1,8 +1,8 @@
-"""Prepares sounds for models that hear them while they go on, such as Voxtral-Realtime.
+"""Prepares audio for streaming models, which take it while it arrives, as Voxtral-Realtime does.
 
-Every position of such a model has a token and a part of the sound. A whole file is prepared by the
-model's own processor. A sound that goes on is prepared part by part: the parts joined are the
-features of the whole sound.
+Every position of such a model has a token and a part of the audio. A whole file is prepared by the
+model's own processor. Streaming audio is prepared part by part: the parts joined are the features
+of the whole audio.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, MultiM
 from sensorium.types.request import StreamSpec
 
 MODEL_TYPE = "voxtral_realtime"
-_MAX_POSITIONS = 2**31 - 1  # a sound may be as long as it wants
+_MAX_POSITIONS = 2**31 - 1  # audio may have any length
 _MS_PER_S = 1000
 _MAX_DELAY_TOKENS = 30  # the longest delay that the model was trained for: 2.4 seconds
 
 
 def find_audio_class(config: PretrainedConfig) -> type[AudioProcessor] | None:
-    """Return the class that prepares sounds for a model that has them beside its prompt.
-
-    Return `None` for all other models.
-    """
+    """Return the class for a model that has audio outside the prompt, or `None` for others."""
     if is_ctc_transducer(config):
         return CtcTransducerProcessor
     if config.model_type == MODEL_TYPE:
@@ -40,18 +37,15 @@ def find_audio_class(config: PretrainedConfig) -> type[AudioProcessor] | None:
 
 
 def can_chat(audios: AudioProcessor | None) -> bool:
-    """Return whether a model takes conversations, given its processor of sounds beside a prompt.
+    """Return whether a model takes conversations, given its processor of audio outside the prompt.
 
-    A model that takes sounds while they go on answers a message of one sound with its text.
+    A streaming model answers a message of one audio item with its text.
     """
     return audios is None or isinstance(audios, StreamingAudioProcessor)
 
 
 class StreamingAudioProcessor(AudioProcessor):
-    """The processor of a model that takes sounds while they go on.
-
-    `parts` is the processor of Transformers.
-    """
+    """The audio processor of a streaming model; `parts` is the processor of Transformers."""
 
     def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
         del model_class
@@ -72,7 +66,7 @@ class StreamingAudioProcessor(AudioProcessor):
 
     @property
     def token_ms(self) -> int:
-        """The milliseconds of sound that one token has."""
+        """Return the milliseconds of audio that one token has."""
         return _MS_PER_S * self.samples_per_token // self.sampling_rate
 
     @property
@@ -80,10 +74,7 @@ class StreamingAudioProcessor(AudioProcessor):
         return self.token_ms * int(self._parts.num_delay_tokens)
 
     def count_delay_tokens(self, delay_ms: int) -> int:
-        """Return by how many tokens the text is behind the sound.
-
-        Raise a `RequestError` if the model can't have this delay.
-        """
+        """Return by how many tokens the text is behind the audio; refuse an impossible delay."""
         count, rest = divmod(delay_ms, self.token_ms)
         if rest or not 1 <= count <= _MAX_DELAY_TOKENS:
             least, most = self.token_ms, _MAX_DELAY_TOKENS * self.token_ms
@@ -98,17 +89,17 @@ class StreamingAudioProcessor(AudioProcessor):
         return (*self._begin_ids, *map(int, self._audio.encode_streaming_tokens(delay_ms)))
 
     def make_padding(self, delay_ms: int) -> tuple[int, int]:
-        """Return the samples of silence before a sound, and behind one of whole tokens."""
+        """Return the samples of silence before audio, and behind audio of whole tokens."""
         left, right = self._audio.get_padding_audio(delay_ms)
         return len(left.audio_array), len(right.audio_array)
 
     def process(self, audio: Samples) -> tuple[MultiModalKwargsItem, ItemLayout]:
-        """Return the features of a whole sound, and a layout with the number of its positions."""
+        """Return the features of the whole audio, and a layout with the number of its positions."""
         features = self._parts(audio, return_tensors="pt")[self.input_name]
         tensors = self._make_item(features, len(audio))
         num_positions = self.count_positions(tensors)
         if num_positions <= len(self.start_token_ids):
-            raise RequestError("this sound is too short: the model takes nothing of it")
+            raise RequestError("this audio is too short: the model takes nothing of it")
         return tensors, ItemLayout(text="", token_id=0, num_embeds=num_positions)
 
     def count_positions(self, item: MultiModalKwargsItem) -> int:
@@ -117,7 +108,7 @@ class StreamingAudioProcessor(AudioProcessor):
     def cut_window(
         self, item: MultiModalKwargsItem, first_frame: int, num_frames: int
     ) -> MultiModalKwargsItem:
-        """Return the item itself: the only window of a sound is the whole sound."""
+        """Return the item itself: its only window is the whole audio."""
         del first_frame, num_frames
         return {name: item[name] for name in (self.input_name, NUM_SAMPLES)}
 
@@ -132,10 +123,7 @@ class StreamingAudioProcessor(AudioProcessor):
 def describe_stream(
     audios: AudioProcessor | None, features: Sequence[MultiModalFeatureSpec]
 ) -> StreamSpec | None:
-    """Return how a request takes the whole sound that comes with it.
-
-    Return `None` if its model doesn't hear sounds while they go on.
-    """
+    """Return how a request of a streaming model takes its whole audio, or `None` for others."""
     if not isinstance(audios, StreamingAudioProcessor):
         return None
     return StreamSpec(
@@ -146,7 +134,7 @@ def describe_stream(
 
 
 class AudioStream:
-    """The features of one sound that goes on."""
+    """The features of streaming audio, computed as its samples arrive."""
 
     def __init__(self, audios: StreamingAudioProcessor, delay_ms: int) -> None:
         self._audios = audios
@@ -161,13 +149,13 @@ class AudioStream:
         return self._take(samples)
 
     def close(self) -> torch.Tensor | None:
-        """End the sound with silence, and return the features that are left."""
+        """End the audio with silence, and return the features that are left."""
         missing = -self._num_samples % self._audios.samples_per_token
         silence = missing + self._num_behind + self._audios.window // 2
         return self._take(np.zeros(silence, np.float32))
 
     def count_positions(self, features: torch.Tensor) -> int:
-        """Return for how many positions of the model some features are."""
+        """Return how many positions of the model some features have."""
         return int(features.shape[-1]) // self._audios.frames_per_token
 
     def _take(self, samples: Samples) -> torch.Tensor | None:

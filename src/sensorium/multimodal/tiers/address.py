@@ -1,7 +1,7 @@
 """Reads the address of a Redis, and shows it without its password.
 
-An address may contain a password, and one that is misspelt may contain it in any of its parts. So
-no error here repeats what was given.
+A misspelt address may contain its password in any of its parts. So no error here repeats what was
+given.
 """
 
 from __future__ import annotations
@@ -35,10 +35,7 @@ class RemoteAddress:
 
 
 def parse_address(url: str) -> RemoteAddress:
-    """Check the address of a Redis, as the user wrote it.
-
-    Raises a `ModelError` that does not repeat the address.
-    """
+    """Check the address of a Redis; raise a `ModelError` that does not repeat it."""
     try:
         parts = urlsplit(url)
         shown = _show(parts)
@@ -58,10 +55,7 @@ def _has_known_query(parts: SplitResult) -> bool:
 
 
 def _show(parts: SplitResult) -> str | None:
-    """Return the address without its secrets, or None if it is no address of a Redis.
-
-    Raises a `ValueError` if the port is no number.
-    """
+    """Return the address without its secrets, or None or a `ValueError` if it is invalid."""
     if parts.scheme == "unix":
         is_usable = parts.path.startswith("/") and len(parts.path) > 1 and not parts.hostname
         return f"unix://{parts.path}" if is_usable else None

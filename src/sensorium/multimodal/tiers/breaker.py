@@ -1,4 +1,4 @@
-"""Leaves a service alone for a while after it has failed, so that its users don't wait for it."""
+"""Stops calls to a service for a while after it has failed, so that its users don't wait."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Breaker:
-    """A decision whether a service may be asked now, made from how its last calls ended.
+    """A decision whether a service may be called now, made from how its last calls ended.
 
-    After a failure it is not asked for a pause. Then one call may try, while all others still go
-    without. If that fails too, the next pause is twice as long, up to a limit. The first failure
-    and the first success after it are logged, and nothing between them. Several threads may use it.
+    After a failure it gets no calls for a pause. Then one call may try, while all others are still
+    refused. If that fails as well, the next pause is twice as long, up to a limit. The first
+    failure and the first success after it are logged, and nothing between them. It is thread-safe.
     """
 
     def __init__(self, service: str, *, failed: str, advice: str, back: str) -> None:
@@ -32,15 +32,15 @@ class Breaker:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the service is left alone at this moment."""
+        """Whether the service gets no calls at this moment."""
         with self._lock:
             return self._is_waiting()
 
     def enter(self, limit_s: float) -> int | None:
-        """Return a token for one call, or None if the service must not be asked now.
+        """Return a token for one call, or None if the service may not be called now.
 
-        `limit_s` is how long the call may take. The end of the call must be reported with the
-        token, unless it never came to a call.
+        `limit_s` is how long the call may take. Its end must be reported with the token, unless the
+        call was never made.
         """
         with self._lock:
             if self._is_waiting():

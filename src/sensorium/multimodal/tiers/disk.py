@@ -1,11 +1,11 @@
 """Entries as files in one directory, which several servers of a machine may share.
 
 A file is written under another name and then renamed, so that it is there as a whole or not at all.
-It begins with a checksum of its content and of its name. A file that fails the check is removed and
+It begins with a checksum of its content and its name. A file that fails the check is removed and
 counts as absent: readers need no lock. Files that this module did not name are never touched.
 
 All writers share one number, the bytes that are taken, in a file that is locked while it is
-changed. A writer takes its room by making its file as long as the entry, under that lock. When an
+changed. A writer reserves room by making its file as long as the entry, under that lock. When an
 entry does not fit, the files are listed and the least recently used are removed, and so are those
 of dead writers: a living one holds a lock on its file. The list also corrects the number, which is
 too high after a writer was killed.
@@ -47,16 +47,15 @@ _ROOM_SHARE = 0.1  # of the capacity, which is made free when an entry does not 
 _PAUSE_S = 30.0  # for which nothing is written after an error of the disk
 _LOCK_S = 5.0  # how long a writer waits for the others
 _LOCK_POLL_S = 0.005
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe must not be waited for
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a pipe must not wait
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _FoundFile = tuple[float, int, Path]  # when it was used, its size, its path
 
 
 class DiskStore:
-    """A store of named bytes in a directory, with a limit on the bytes that it takes.
+    """A thread-safe store of named bytes in a directory, with a limit on the bytes that it holds.
 
-    Several processes may use the same directory, with different limits too: each keeps its own.
-    Several threads may use one store.
+    Several processes may use the same directory, each with a limit of its own.
     """
 
     level = "disk"
@@ -64,8 +63,8 @@ class DiskStore:
     def __init__(self, directory: Path, capacity_bytes: int) -> None:
         """Create the directory if it is missing, readable for its owner only.
 
-        What killed writers have left there is removed, and so are entries beyond the capacity. If
-        others hold the lock for long, that is left to the first entry that does not fit. Raise
+        Files that killed writers left are removed, and so are entries beyond the capacity. If
+        others hold the lock for long, that waits for the first entry that does not fit. Raise
         `ModelError` if the directory can't be used.
         """
         self._directory = directory
@@ -84,10 +83,6 @@ class DiskStore:
             ) from error
 
     def get(self, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytearray | None:
-        """Return the content of an entry, or None if it is absent, damaged or too large.
-
-        A damaged entry is removed. Of one that is longer than it should be, only the head is read.
-        """
         path = self._get_path(name)
         self._counts.num_queries += 1
         try:
@@ -105,19 +100,14 @@ class DiskStore:
         return content
 
     def has(self, name: str) -> bool:
-        """Return whether there is an entry of this name, which may be damaged.
-
-        If the disk can't tell, there is none.
-        """
+        """Return whether there is an entry of this name, maybe damaged; False on a disk error."""
         return _exists(self._get_path(name))
 
     def touch(self, name: str) -> None:
-        """Mark an entry as used, if there is one."""
         with suppress(OSError):
             os.utime(self._get_path(name), follow_symlinks=False)
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write an entry, if it fits and is not there yet, and return whether it was written."""
         path = self._get_path(name)
         num_bytes = HEAD_BYTES + sum(len(part) for part in parts)
         if time.monotonic() < self._paused_until or _exists(path):
@@ -160,7 +150,7 @@ class DiskStore:
     def statistics(self) -> StoreStatistics:
         """Return the counts of this process, and the bytes that all writers together have taken.
 
-        A damaged number counts as 0. The next writer makes it anew.
+        A damaged number counts as 0. The next writer makes a new one.
         """
         taken = None
         with suppress(OSError):
@@ -177,9 +167,10 @@ class DiskStore:
     # ---- room
 
     def _reserve(self, unfinished: Path, num_bytes: int) -> int | None:
-        """Make a file of this size, and remove the least recently used entries if it has no room.
+        """Make a file of this size, and return its descriptor, which holds a lock on it.
 
-        Returns its descriptor, which holds a lock on it. Returns None if there is no room even so.
+        If it has no room, the least recently used entries are removed. Return None if that is not
+        enough.
         """
         if num_bytes > min(self._capacity_bytes, MAX_ENTRY_BYTES):
             return None
@@ -205,7 +196,7 @@ class DiskStore:
     def _shrink(self, wanted_bytes: int) -> int:
         """Remove the least recently used files until `wanted_bytes` are left; return what is left.
 
-        Files that are being written stay. Those of dead writers go.
+        Files that are being written stay, but not those of dead writers.
         """
         files = sorted(self._list_files())
         left = sum(num_bytes for _, num_bytes, _ in files)
@@ -232,10 +223,7 @@ class DiskStore:
 
     @contextmanager
     def _locked(self, seconds: float | None = None) -> Iterator[int]:
-        """Hold the writers' lock, and give the descriptor of the file with the taken bytes.
-
-        Raise a `TimeoutError` if others hold it for so long, which is `_LOCK_S` if it is not given.
-        """
+        """Hold the writers' lock, and give its descriptor; raise `TimeoutError` if it is busy."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = _open_count(self._directory / _TAKEN)
         try:
@@ -243,7 +231,7 @@ class DiskStore:
             try:
                 yield lock
             finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may have the descriptor too
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may also have the descriptor
         finally:
             os.close(lock)
 
@@ -266,9 +254,9 @@ class DiskStore:
         return self._directory / name[:2] / f"{name}{_ENTRY}"
 
     def _remove(self, path: Path) -> None:
-        """Remove a file, and count its bytes as free unless another writer is at work.
+        """Remove a file, and count its bytes as free.
 
-        Then the next list corrects the count.
+        If another writer holds the lock, the next list of the files corrects the count.
         """
         with suppress(OSError):  # another process has removed it, or it can't be removed
             num_bytes = path.lstat().st_size
@@ -282,7 +270,7 @@ class DiskStore:
         self._counts.num_errors += 1
         self._paused_until = time.monotonic() + _PAUSE_S
         logger.warning(
-            "can't write to the disk cache of media in %s: %s. Requests go on without it.",
+            "can't write to the disk cache of media in %s: %s. Requests continue without it.",
             self._directory,
             error.strerror or error,
         )
@@ -340,7 +328,6 @@ def _lock(file: int, seconds: float) -> None:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process holds a lock on a file."""
     try:
         file = os.open(path, _READ)
     except OSError:

@@ -1,7 +1,7 @@
 """The first bytes of an entry, by which every store recognises what was damaged or misplaced.
 
-The head has the length of the entry. So a store reads no more than the head of something that is
-longer or shorter than what was written, whatever lies in the place of the entry.
+The head has the length of the entry, so a store reads no more than the head of anything that is
+longer or shorter than what was written.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ def make_head(name: str, parts: Sequence[bytes | bytearray | memoryview]) -> byt
 
 
 def may_begin(head: bytes, num_bytes: int) -> bool:
-    """Return whether an entry of so many bytes, its head among them, may begin with this head.
-
-    Its checksum is not looked at.
-    """
+    """Return whether this may be the head of an entry of `num_bytes`, the head included."""
     length = (num_bytes - HEAD_BYTES).to_bytes(_LENGTH_BYTES, "little", signed=True)
     return len(head) == HEAD_BYTES and head.startswith(_MAGIC + length)

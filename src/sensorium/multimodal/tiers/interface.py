@@ -20,21 +20,22 @@ class StoreStatistics(CacheStatistics):
 
 
 class Store(Protocol):
-    """A store of named bytes, which may lose any entry at any time but never changes one.
+    """A thread-safe store of named bytes, which may lose any entry but never changes one.
 
     An error of the store is no error of its user: an entry that can't be read is absent, and one
-    that can't be written is not kept. Several threads may use it.
+    that can't be written is not kept.
     """
 
     @property
     def level(self) -> str:
-        """The name of the store among the levels of caching, in metrics."""
+        """The store's name among the levels of caching, in metrics."""
         ...
 
     def get(self, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytearray | None:
-        """Return the content of an entry, or None if there is none that is whole.
+        """Return the content of an entry and mark it as used, or None if there is none intact.
 
-        What has more than `max_bytes` is not read, and counts as damaged.
+        A damaged entry is removed. One that is longer than written, or than `max_bytes`, counts as
+        damaged, and only its head is read.
         """
         ...
 
@@ -43,7 +44,7 @@ class Store(Protocol):
         ...
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
-        """Keep an entry if that is possible, and return whether it is new."""
+        """Write an entry if it fits and is not there yet, and return whether it was written."""
         ...
 
     def touch(self, name: str) -> None:
@@ -51,7 +52,7 @@ class Store(Protocol):
         ...
 
     def remove(self, name: str, *, is_damaged: bool = False) -> None:
-        """Remove an entry, if there is one. One that makes no sense is counted as damaged."""
+        """Remove an entry, if there is one, and count it if it is damaged."""
         ...
 
     def statistics(self) -> StoreStatistics: ...

@@ -1,13 +1,14 @@
 """Entries in a Redis, which the servers of several machines may share.
 
 An entry is one string, written by one command, so that it is there as a whole or not at all. It
-begins with a checksum of its content and of its name, as on disk. Redis itself removes what was not
-used for long, when its memory is used up (`maxmemory-policy`) or when the time to live is over.
+begins with a checksum of its content and its name, as on disk. Redis itself removes entries that
+were not used for long, when its memory is used up (`maxmemory-policy`) or their time to live is
+over.
 
 Redis may be gone, slow, full, or something else altogether. So every call runs in a thread of its
-own, and its caller waits for a limited time only: that bounds all of it, the look-up of the host's
-name and answers that come byte by byte too. After a failure Redis is left alone (`breaker`). What a
-server answers is never logged or raised, because an answer may repeat a password.
+own, and its caller waits for a limited time only: that bounds all of it, including the look-up of
+the host's name and answers that come byte by byte. After a failure Redis gets no calls for a while
+(`breaker`). What a server answers is never logged or raised, because it may repeat a password.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ _READ_SIZE = 2**18  # bytes that are received at once
 
 
 class RedisStore:
-    """A store of named bytes in a Redis. Several threads may use it.
+    """A thread-safe store of named bytes in a Redis.
 
-    `ttl_s` is how long Redis keeps an entry that is not used; with 0 it has no such limit.
-    `patience_s` is how long a caller waits for an answer.
+    Redis keeps an unused entry for `ttl_s` seconds, without a limit if that is 0. A caller waits
+    `patience_s` seconds for an answer.
     """
 
     level = "remote"
 
     def __init__(self, address: RemoteAddress, *, ttl_s: int, patience_s: float) -> None:
-        """Look whether Redis answers, and log a warning if it does not: it may come later."""
+        """Log a warning if Redis does not answer now: it may do so later."""
         self._ttl_s = ttl_s
         self._patience_s = patience_s
         self._counts = StoreStatistics()
@@ -62,7 +63,7 @@ class RedisStore:
         self._server = Breaker(
             f"the remote cache of media at {address}",
             failed="fails",
-            advice="Requests go on without it.",
+            advice="Requests continue without it.",
             back="is back",
         )
         self._room = Breaker(  # for what changes entries: a Redis that refuses it can be read
@@ -75,11 +76,6 @@ class RedisStore:
             logger.info("media is also kept in the remote cache at %s", address)
 
     def get(self, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytearray | None:
-        """Return the content of an entry, or None if it is absent, damaged or can't be had now.
-
-        A damaged entry is removed. Of one that is longer than it should be, only the head is
-        fetched. A whole one is marked as used.
-        """
         self._count("num_queries")
         value = self._ask(lambda: self._read(_PREFIX + name, max_bytes))
         if value is None:
@@ -92,16 +88,12 @@ class RedisStore:
         return content
 
     def has(self, name: str) -> bool:
-        """Return whether an entry need not be written.
-
-        That is so if Redis has one of this name, and also while Redis is left alone.
-        """
+        """Return True if an entry need not be written: Redis has one, or gets no calls now."""
         if self._server.is_waiting or self._room.is_waiting:
             return True
         return bool(self._ask(lambda: self._reading.exists(_PREFIX + name)))
 
     def touch(self, name: str) -> None:
-        """Mark an entry as used, if there is one."""
         key = _PREFIX + name
         if self._ttl_s:
             self._change(lambda: self._reading.expire(key, self._ttl_s))
@@ -109,7 +101,6 @@ class RedisStore:
             self._ask(lambda: self._reading.touch(key))
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:
-        """Write an entry, if Redis takes it and has none yet, and return whether it was written."""
         if HEAD_BYTES + sum(len(part) for part in parts) > MAX_ENTRY_BYTES:
             self._count("num_oversize")
             return False
@@ -127,12 +118,10 @@ class RedisStore:
         self._change(lambda: self._reading.unlink(_PREFIX + name))
 
     def statistics(self) -> StoreStatistics:
-        """Return the counts of this process. What Redis holds is not known here."""
         with self._lock:
             return replace(self._counts)
 
     def close(self) -> None:
-        """Close all connections to Redis, also those in use."""
         for client in (self._reading, self._writing):
             client.close()
             client.connection_pool.disconnect()
@@ -142,7 +131,7 @@ class RedisStore:
     def _read(self, key: str, max_bytes: int) -> bytes | redis.ResponseError | None:
         """Return a value, or the error of Redis if the key has something that is no string.
 
-        Only the first bytes are returned of what can't be an entry by its length.
+        If its length can't be that of an entry, only the first bytes are returned.
         """
         looks = self._reading.pipeline(transaction=False)
         looks.strlen(key)
@@ -172,7 +161,7 @@ class RedisStore:
         return bool(self._writing.set(key, value, nx=True, ex=self._ttl_s or None))
 
     def _ask(self, call: Callable[[], _Result]) -> _Result | None:
-        """Return what Redis answers, or None if it fails or is left alone."""
+        """Return what Redis answers, or None if it fails or gets no calls now."""
         token = self._server.enter(self._patience_s)
         if token is None:
             return None
@@ -186,7 +175,7 @@ class RedisStore:
         return answer
 
     def _change(self, call: Callable[[], _Result], *, is_large: bool = False) -> _Result | None:
-        """Return what Redis answers to a change, or None if it fails or must not be asked now.
+        """Return what Redis answers to a change, or None if it fails or gets no such calls now.
 
         A large change, by the client for writing, may take longer. If it takes too long even so,
         that is no sign that Redis is gone, because Redis has answered a question just before.
@@ -217,14 +206,10 @@ class RedisStore:
 
 
 def _connect(address: RemoteAddress, timeout_s: float) -> redis.Redis:
-    """Return a client, which connects when it is first used.
-
-    It speaks the older protocol, which every version of Redis and its relatives understand, and
-    does not repeat what failed.
-    """
+    """Return a client that connects when it is first used, and does not repeat what failed."""
     return redis.Redis.from_url(
         address.url,
-        protocol=2,
+        protocol=2,  # which every version of Redis and its relatives understand
         retry=Retry(NoBackoff(), 0),
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
@@ -235,7 +220,7 @@ def _connect(address: RemoteAddress, timeout_s: float) -> redis.Redis:
 def _wait(client: redis.Redis, call: Callable[[], _Result], timeout_s: float) -> _Result:
     """Return the result of a call of a client, which runs in a thread of its own.
 
-    Raises a `TimeoutError` if it takes too long. Then all connections of the client are closed, so
+    Raise `TimeoutError` if it takes too long. Then all connections of the client are closed, so
     that the thread ends even if the server never stops sending.
     """
     future: Future[_Result] = Future()
@@ -256,7 +241,6 @@ def _wait(client: redis.Redis, call: Callable[[], _Result], timeout_s: float) ->
 
 
 def _unpack(name: str, value: bytes) -> bytearray | None:
-    """Return the content of an entry, or None if it is not what was written under its name."""
     content = bytearray(memoryview(value)[HEAD_BYTES:])
     return content if value[:HEAD_BYTES] == make_head(name, [content]) else None
 

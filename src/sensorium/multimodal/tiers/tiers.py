@@ -1,6 +1,6 @@
 """Keeps processed media and encoder outputs in stores that outlive the process.
 
-A media item has up to three entries, because its parts are needed apart:
+A media item has up to three entries, because its parts are needed at different places:
   layout   the text in a prompt, the small tensors and all whole numbers, on which positions depend
   tensors  the large tensors of fractions, such as pixels, which only an encoder needs
   encoded  what the encoder of one model made of them
@@ -8,12 +8,12 @@ A media item has up to three entries, because its parts are needed apart:
 An item with `encoded` needs no encoder and no large tensors. So the frontend looks for that first,
 and the core gets an item with its encoder output (`types.multimodal.ENCODED`). All are named by the
 hash of the item, which depends on its source, its options, the model's revision and the salt. The
-names of `layout` and `tensors` also depend on what processes the item and on what it is checked
-for, so that limits which are stricter after a restart hold for known items too. The name of
-`encoded` depends on the weights and on their type.
+names of `layout` and `tensors` also depend on what processes the item and what it is checked for:
+limits that are stricter after a restart also hold for known items. The name of `encoded` depends on
+the weights and their type.
 
 Stores are asked in their order, the fastest first. What a later one has is copied to those before.
-An entry that makes no sense is removed and counted as damaged, and its item is not there.
+An invalid entry is removed and counted as damaged, and its item counts as absent.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ from sensorium.types.multimodal import (
 from sensorium.utils.lru import LruCache
 
 logger = logging.getLogger(__name__)
-_SMALL_BYTES = 2**16  # a tensor of fractions up to this size stands beside the layout
+_SMALL_BYTES = 2**16  # a tensor of fractions up to this size is kept with the layout
 _TOUCH_S = 600.0  # an item that is used again and again is marked once in this time
-_MAX_TOUCHED = 2**16  # items of which the last mark is remembered
+_MAX_TOUCHED = 2**16  # items with a last mark that is remembered
 _MARK_BYTES = 2**10  # memory that a mark counts as while it waits, so that a slow store has few
 _VERSION = 2  # of the content of entries
 _MAX_LAYOUT_BYTES = 2**26  # of an entry with a layout: a text, and numbers for each patch
-# Entries are kept for hashes of content, and for windows of a sound that has one.
+# Entries are kept for hashes of content, and for windows of audio that has one.
 _HASH = re.compile(r"[0-9a-f]{64}(@[0-9]+)?")
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The beginning of an entry: what its tensors are, and for a layout, which others belong."""
+    """The head of an entry: what its tensors are, and for a layout, which others belong to it."""
 
     tensors: bytes  # the header of the block that follows
     modality: str = ""
     layout: ItemLayout | None = None
-    order: tuple[str, ...] = ()  # the names of all tensors of the item, large ones too
+    order: tuple[str, ...] = ()  # the names of all tensors of the item, also of large ones
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -74,12 +74,10 @@ _decoder = msgspec.msgpack.Decoder(_Head)
 
 
 class MediaTiers:
-    """The stores behind the caches of one model, in their order.
+    """The stores behind the caches of one model, for several threads, with a thread that writes.
 
-    `model` tells its encoder's outputs apart from those of other weights, and `processing` tells
-    its items apart from those that were processed or checked otherwise. `width` is how
-    many numbers an embedding of its encoders has, or None if that is not known. Several threads may
-    use the tiers. Writing happens in a thread of their own.
+    `model` and `processing` name all that entries depend on. `width` is how many numbers an
+    embedding has, or None if that is not known.
     """
 
     def __init__(
@@ -101,10 +99,10 @@ class MediaTiers:
         takes_encoded: bool,
         check: Callable[[ProcessedItem], None] = lambda _: None,
     ) -> ProcessedItem | None:
-        """Return a processed media item, or None if no store has all that it needs.
+        """Return a processed item, or None if no store has all that it needs.
 
-        With `takes_encoded` the item may have its encoder output instead of its large tensors.
-        `check` raises a `RequestError` for an item that makes no sense. Then it is removed.
+        With `takes_encoded` the item may have its encoder output instead of its large tensors. If
+        `check` raises a `RequestError` for an item, its entries are removed as damaged.
         """
         item = self._load_parts(mm_hash, takes_encoded=takes_encoded)
         if item is None:
@@ -138,9 +136,9 @@ class MediaTiers:
         return _make_item(mm_hash, head, {name: tensors[name] for name in head.order})
 
     def load_encoded(self, mm_hash: str, num_embeds: int) -> torch.Tensor | None:
-        """Return the encoder output [num_embeds, width] of a media item, if a store has it.
+        """Return the encoder output [num_embeds, width] of an item, or None if no store has it.
 
-        One that the model's encoder can't have made is removed, so that it can be kept anew.
+        One that the model's encoder can't have made is removed, so that a new one can be kept.
         """
         found = self._load(mm_hash, self._encoded)
         if found is None:
@@ -153,21 +151,15 @@ class MediaTiers:
         return None
 
     def _is_output(self, encoded: torch.Tensor, num_embeds: int) -> bool:
-        """Return whether a tensor may be an encoder output with so many embeddings.
-
-        One with a number that is not finite would reach other requests.
-        """
         is_matrix = encoded.ndim == 2 and encoded.is_floating_point()
         if not is_matrix or len(encoded) != num_embeds or not encoded.numel():
             return False
+        # A number that is not finite would reach other requests.
         has_width = self._width is None or encoded.shape[1] == self._width
         return has_width and bool(torch.isfinite(encoded).all())
 
     def note_use(self, mm_hash: str) -> None:
-        """Mark an item as used that was found in memory, so that it does not leave the stores.
-
-        That happens in the background, and seldom for the same item.
-        """
+        """Mark an item that was found in memory as used, in the background, once in `_TOUCH_S`."""
         now = time.monotonic()
         last = self._touched.get(mm_hash)
         if not _HASH.fullmatch(mm_hash) or (last is not None and now - last < _TOUCH_S):
@@ -183,11 +175,11 @@ class MediaTiers:
         open_tensors: Callable[[], AbstractContextManager[MultiModalKwargsItem | None]],
         num_bytes: int,
     ) -> None:
-        """Keep a processed media item, when the writer comes to it.
+        """Keep a processed item, in the thread that writes.
 
-        `open_tensors` gives the tensors then, or None if they are gone. `num_bytes` is the memory
-        that they take only because the writer waits for them. Items without a layout are not kept,
-        nor embeddings that a client sent.
+        That thread calls `open_tensors`, which gives the tensors, or None if they are gone.
+        `num_bytes` is the memory that they occupy only because they wait. Items without a layout
+        are not kept, nor embeddings that a client sent.
         """
         mm_hash, modality, layout = item.mm_hash, item.modality, item.layout
         if not _HASH.fullmatch(mm_hash):
@@ -219,10 +211,10 @@ class MediaTiers:
         self._put(_name(mm_hash, self._layout), layout_entry)
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:
-        """Keep an encoder output, when the writer comes to it.
+        """Keep an encoder output, which nothing may change from now on, in the thread that writes.
 
-        Nothing may change the tensor from now on. On a GPU it is copied when the device has
-        computed it, and neither the host nor the device waits for that.
+        On a GPU it is copied once the device has computed it; neither host nor device waits for
+        that.
         """
         if not _HASH.fullmatch(mm_hash):
             return
@@ -242,7 +234,6 @@ class MediaTiers:
         self.writer.submit(write, encoded.nbytes * (8 if encoded.is_cuda else 1))
 
     def statistics(self) -> dict[str, StoreStatistics]:
-        """Return the statistics of each store by its level, in their order."""
         return {store.level: store.statistics() for store in self._stores}
 
     def close(self) -> None:
@@ -283,10 +274,7 @@ def _make_item(mm_hash: str, head: _Head, tensors: MultiModalKwargsItem) -> Proc
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of an item is kept beside its encoder output.
-
-    That is so for all whole numbers, because positions depend on them, and for small tensors.
-    """
+    """Return True for tensors that stay with an encoder output: whole numbers, and small ones."""
     return tensor.nbytes <= _SMALL_BYTES or not tensor.is_floating_point()
 
 
@@ -314,11 +302,7 @@ def _encode(
 
 
 def _decode(content: bytearray) -> tuple[_Head, dict[str, torch.Tensor]] | None:
-    """Return the head and the tensors of an entry, or None if it can't be decoded.
-
-    A store has checked that the entry is as it was written. But something else than this version
-    may have written it.
-    """
+    """Return the head and the tensors of an entry, or None if this version did not write it."""
     size = int.from_bytes(content[:8], "little")
     start = -(-(size + 8) // ALIGNMENT) * ALIGNMENT
     try:

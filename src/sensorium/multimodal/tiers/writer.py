@@ -15,7 +15,7 @@ _CLOSE_S = 10.0  # how long the end of a process waits for entries to be written
 class BackgroundWriter:
     """A thread that runs jobs one after another, with a limit on the memory that they hold.
 
-    What it can't take is dropped and counted: a tier is only a copy.
+    A job beyond the limit is dropped and counted: a tier is only a copy.
     """
 
     def __init__(self, max_waiting_bytes: int = _MAX_WAITING_BYTES) -> None:
@@ -28,7 +28,7 @@ class BackgroundWriter:
         self._is_closed = False
 
     def submit(self, job: Callable[[], object], num_bytes: int) -> None:
-        """Run a job that holds so much memory in the thread, or drop it if too much waits."""
+        """Run a job that holds this much memory in the thread, or drop it if too much waits."""
         with self._lock:
             is_full = self._num_waiting_bytes + num_bytes > self._max_waiting_bytes
             if self._is_closed or (is_full and self._num_waiting_bytes):
@@ -41,7 +41,7 @@ class BackgroundWriter:
             self._jobs.put((job, num_bytes))
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until everything that was submitted so far is done, and return whether it is."""
+        """Return True once everything submitted so far is done, or False at the timeout."""
         done = threading.Event()
         with self._lock:
             if self._thread is None or self._is_closed:

@@ -38,9 +38,9 @@ _VISITS = ("GET", "HEAD")
 class OriginPolicy:
     """A check of whether a web page of a foreign origin may have sent a request.
 
-    `host` is the address that the server listens on. Pages of the server's own origin, and of
-    `allowed_origins`, may send requests. If `host` is a loopback address, or if there are
-    `allowed_hosts`, requests to other host names are refused. "*" allows every host or origin.
+    Pages of the server's own origin and of `allowed_origins` may send requests. If `host`, the
+    address that the server listens on, is a loopback address, or if there are `allowed_hosts`,
+    requests to other host names are refused. "*" allows every host or origin.
     """
 
     def __init__(
@@ -52,11 +52,7 @@ class OriginPolicy:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
 
     def check(self, scope: Scope) -> None:
-        """Raise an `ApiError` if a page of a foreign origin may have sent this request.
-
-        The ASGI `scope` is that of an HTTP request or of a WebSocket upgrade. A host name that is
-        not allowed raises the error too.
-        """
+        """Raise an `ApiError` if a foreign page may have sent this, or its host is not allowed."""
         headers = Headers(scope=scope)
         for host in headers.getlist("host"):
             self._check_host(host)
@@ -92,11 +88,7 @@ class OriginPolicy:
 
 
 class OriginGuard:
-    """ASGI middleware that refuses requests that may come from a web page of a foreign origin.
-
-    `policy` decides which requests these are. The middleware also refuses HTTP requests that have a
-    body but no content type. It refuses a request by raising an `ApiError`.
-    """
+    """ASGI middleware that refuses requests of foreign origins, and bodies without content type."""
 
     def __init__(self, app: ASGIApp, *, policy: OriginPolicy) -> None:
         self._app = app
@@ -130,10 +122,7 @@ def _check_content_type(headers: Headers) -> None:
 
 
 def _is_visit(scope: Scope, headers: Headers) -> bool:
-    """Return whether a browser sent this request to show the response as a page of its own.
-
-    A browser does so when the user follows a link, for example.
-    """
+    """Return whether a browser sent this to show the response as a page, as for a link."""
     is_page = headers.get("sec-fetch-dest", "document") == "document"
     is_navigation = headers.get("sec-fetch-mode") == "navigate"
     return scope["type"] == "http" and scope["method"] in _VISITS and is_navigation and is_page
@@ -169,11 +158,9 @@ class Authentication:
     """ASGI middleware that refuses requests and WebSockets that have none of the API keys.
 
     A few paths, such as `/health`, need no key. Clients with different keys don't share the uuids
-    of media items: the middleware puts a digest of the key into the request's state, as
-    `uuid_scope`. If `shares_uuids` is true, it does not.
-
-    A page in a browser can't set headers of a WebSocket. It may offer the key as a subprotocol
-    instead, as OpenAI's clients do.
+    of media items: unless `shares_uuids`, a digest of the key becomes the `uuid_scope` of the
+    request's state. A page in a browser can't set headers of a WebSocket. It may offer the key as a
+    subprotocol instead, as OpenAI's clients do.
     """
 
     def __init__(
@@ -207,7 +194,7 @@ class Authentication:
     def _find_scope(self, given: str) -> str | None:
         """Return the uuid scope (a digest) of an API key, or `None` if the key is not valid.
 
-        `given` is compared with all keys, so that the time does not depend on which one is equal.
+        All keys are compared, so that the time does not depend on which one is equal.
         """
         raw = given.encode("latin-1")  # the bytes that were sent: servers decode headers as latin-1
         matches = [own for key, own in self._scopes.items() if hmac.compare_digest(raw, key)]
@@ -215,7 +202,6 @@ class Authentication:
 
 
 def _find_key(scope: Scope) -> str | None:
-    """Return the key that a request brings, or `None` if it has none."""
     headers = Headers(scope=scope)
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":

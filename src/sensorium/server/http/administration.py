@@ -29,7 +29,7 @@ async def health(_: Request, context: Context) -> Response:
     if not context.engine.is_connected:
         raise _make_unhealthy("The engine is not connected. Retry later.", code="engine_lost")
     if context.engine.is_stalled:
-        words = "The engine makes no progress. It is restarted if that goes on."
+        words = "The engine makes no progress. It is restarted if that continues."
         raise _make_unhealthy(words, code="engine_stalled")
     return JSONResponse({})
 
@@ -57,10 +57,7 @@ async def get_metrics(_: Request, context: Context) -> Response:
 
 
 def make_reset(level: str) -> Handler:
-    """Return the HTTP handler that empties one cache: "mm", "encoder" or "prefix".
-
-    Running requests keep the entries that they use.
-    """
+    """Return the handler that empties a cache, but for the entries that running requests use."""
 
     async def reset_cache(_: Request, context: Context) -> Response:
         await context.engine.reset_cache(level)

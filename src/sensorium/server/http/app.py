@@ -57,10 +57,8 @@ def make_app(
 ) -> Starlette:
     """Return the ASGI application that serves this engine over HTTP.
 
-    `answers` is the format in which the model writes its reasoning and its tool calls. `count` has
-    the requests of all frontends, and `sessions` their live sessions; without them this frontend is
-    the only one. `transcriber` writes down speech, and `live` does so while it is spoken, if the
-    model can. `has_chat` is false if the model does nothing else.
+    `count` and `sessions` count the requests and the live sessions of all frontends; without them
+    this frontend is the only one. `Context` explains the others.
     """
     count = RequestCount([0.0]) if count is None else count
     sessions = RequestCount([0.0]) if sessions is None else sessions
@@ -162,10 +160,7 @@ def _make_middleware(
 
 
 async def _answer_http_exception(request: Request, error: HTTPException) -> Response:
-    """Return the error response for a request with an unknown path or an unsupported method.
-
-    Starlette's router refuses such requests before any handler gets them.
-    """
+    """Return the response for an unknown path or method, which Starlette's router refuses."""
     return ApiError(
         f"{error.detail}: {request.method} {request.url.path[:200]}",
         status=error.status_code,

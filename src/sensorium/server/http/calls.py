@@ -1,8 +1,8 @@
 """Reads the HTTP requests of clients, and runs the prompts of those that generate text.
 
-Every handler of a request with a body begins with `read_call`: it receives the body, checks it, and
-keeps what later errors and the response need. A `Call` is one client's request that generates text.
-It may have several prompts, and each of them is a request of the engine with a clock of its own.
+Every handler of a request with a body begins with `read_call`. A `Call` is one client's request
+that generates text. It may have several prompts, and each of them is a request of the engine with a
+clock of its own.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _PROMPT_FIELDS = (
 
 
 class WireRequest(Protocol):
-    """A request body with the field that all of them have: the name of the model, or `None`."""
+    """A request body, which has the name of the model or `None`."""
 
     @property
     def model(self) -> str | None: ...
 
 
 class Transcriber(Protocol):
-    """A part of the engine that writes down what is said in a sound, and what it can do."""
+    """The part of the engine that transcribes audio, and what it can do."""
 
     @property
     def can_translate(self) -> bool: ...  # into English
@@ -86,7 +86,7 @@ class Transcriber(Protocol):
     ) -> AsyncGenerator[Segment | Transcript, None]:
         """Return a generator of the segments as they become final, and of the transcript at last.
 
-        `media` is a file with a sound. Closing the generator aborts the work.
+        `media` is an audio or video file. Closing the generator aborts the work.
         """
         ...
 
@@ -95,7 +95,7 @@ _Request = TypeVar("_Request", bound=WireRequest)
 _Generating = TypeVar("_Generating", bound=GeneratingRequest | GenerateRequest)
 _Prepared = TypeVar("_Prepared")
 Work = tuple[Sequence[Prompt | Chat], SamplingParams]
-_SOUNDS = "audio"  # the modality that transcripts need
+_AUDIO = "audio"  # the modality that transcripts need
 _IndexedDelta = tuple[int, RequestDelta]  # with the index of its prompt
 # deltas of several prompts; `None`: one of them has ended
 _Queue = asyncio.Queue[_IndexedDelta | Exception | None]
@@ -123,7 +123,7 @@ class Context:
         found = ["chat", "completions"]
         if not self.has_chat or self.options.is_render_only:
             found = []
-        if self.transcriber is not None and _SOUNDS in self.engine.modalities:
+        if self.transcriber is not None and _AUDIO in self.engine.modalities:
             found += ["transcription", *(["translation"] * self.transcriber.can_translate)]
             found += ["realtime"] * (self.live is not None)
         return found
@@ -145,9 +145,7 @@ async def read_call(
     """Receive a request's body and check it; return it as `kind`, with the result of `prepare`.
 
     `prepare` gets the checked request. It may run in a thread, and may raise. `adapt` changes the
-    decoded body before it is checked. `find_paths` returns the translation of field names in the
-    engine's errors to the client's fields. Raise an `ApiError` or a `RequestError` if the request
-    is not valid.
+    decoded body before it is checked. Raise an `ApiError` or a `RequestError` if it is not valid.
     """
 
     def parse(body: dict[str, Any]) -> tuple[_Request, _Prepared, str | None]:
@@ -179,9 +177,8 @@ async def start_call(
 ) -> Call[_Generating]:
     """Receive and check a request that generates text, and return a `Call` that is ready to run.
 
-    `prepare` makes the prompts and the sampling parameters from the request. `find_paths` returns
-    the translation of field names in the engine's errors to the client's fields. `n_path` is the
-    field with the number of completions. Raise an `ApiError` if that is above the server's limit.
+    `n_path` is the field with the number of completions of each prompt. Raise an `ApiError` if that
+    is above the server's limit.
     """
 
     def prepare_checked(request: _Generating) -> Work:
@@ -218,10 +215,7 @@ async def start_call(
 
 @dataclass(slots=True, kw_only=True)
 class Call(Generic[_Generating]):
-    """A client's request that generates text, with one request of the engine for each prompt.
-
-    Each prompt has a clock that measures how long its stages take.
-    """
+    """A client's request that generates text, with one request of the engine for each prompt."""
 
     context: Context
     request: _Generating
@@ -249,10 +243,7 @@ class Call(Generic[_Generating]):
         return len(self.outputs) == len(self.prompts)
 
     def get_trace(self) -> Any:
-        """Return the trace (a report of where time went), or `UNSET` if none was asked for.
-
-        If there are several prompts, return a list with a trace for each. All must have ended.
-        """
+        """Return the trace (for several prompts a list), or `UNSET` if none was asked for."""
         if not self.has_trace:
             return UNSET
         indices = range(len(self.prompts))
@@ -260,10 +251,7 @@ class Call(Generic[_Generating]):
         return traces[0] if len(traces) == 1 else traces
 
     def run(self) -> AsyncGenerator[_IndexedDelta, None]:
-        """Return a generator that runs all prompts, and yields their new output as it comes.
-
-        It yields the index of a prompt and a `RequestDelta`. Closing it aborts all prompts.
-        """
+        """Return a generator of prompt indices and new output; closing it aborts all prompts."""
         return self._run_prompt(0) if len(self.prompts) == 1 else self._merge()
 
     async def finish(self) -> list[RequestOutput]:
@@ -339,10 +327,7 @@ class Call(Generic[_Generating]):
 
 
 def is_refused(error: Exception) -> bool:
-    """Return whether an error means that the engine has refused a request.
-
-    It is false if the engine accepted the request and failed later.
-    """
+    """Return whether the engine refused a request, instead of accepting it and failing later."""
     is_failed = isinstance(error, FailedRequestError | EngineLostError)
     return isinstance(error, RequestError | CapacityError) and not is_failed
 
@@ -352,9 +337,7 @@ def set_uuid_scope(
 ) -> Sequence[Prompt | Chat]:
     """Return the prompts with the scope in which the client's uuids of media items are valid.
 
-    The client's API key determines the scope, so that clients with different keys don't share
-    uuids. If the HTTP request has no scope, the prompts are returned unchanged, and all clients
-    share their uuids.
+    The client's API key determines the scope. Without one all clients share their uuids.
     """
     scope = http_request.scope["state"].get("uuid_scope")
     return prompts if scope is None else [_with_scope(prompt, scope) for prompt in prompts]
@@ -367,10 +350,7 @@ def _with_scope(prompt: Prompt | Chat, scope: str) -> Prompt | Chat:
 
 
 def check_model(name: str | None, names: Sequence[str]) -> None:
-    """Raise an `ApiError` with the status 404 if `name` is not one of the served model's names.
-
-    `None` is allowed, and stands for the served model.
-    """
+    """Raise an `ApiError` (404) if `name` is neither a name of the served model nor `None`."""
     if name is not None and name not in names:
         raise ApiError(
             f"the model {name[:200]!r} is not served here, only {', '.join(names)}",
@@ -382,13 +362,10 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
 
 
 def check_has_chat(context: Context) -> None:
-    """Raise an `ApiError` that names the right route if the model answers no prompts.
-
-    Models that only transcribe speech don't.
-    """
+    """Raise an `ApiError` that names the right route if the model only transcribes speech."""
     if not context.has_chat:
         raise ApiError(
-            "This model does not answer prompts, it only writes down speech. Send sounds to "
+            "This model does not answer prompts, it only transcribes speech. Send audio to "
             "/v1/audio/transcriptions.",
             param="model",
             code="unsupported_route",
@@ -396,9 +373,6 @@ def check_has_chat(context: Context) -> None:
 
 
 def get_prompt_fields(request: GeneratingRequest) -> TextPrompt:
-    """Return the options of a request that belong to each of its prompts, such as `cache_salt`.
-
-    Fields that the client has not set are left out.
-    """
+    """Return the options that the client has set for each of its prompts, such as `cache_salt`."""
     values = ((name, getattr(request, name)) for name in _PROMPT_FIELDS)
     return cast(TextPrompt, {name: value for name, value in values if value is not None})

@@ -1,8 +1,7 @@
 """Builds the choices of responses in OpenAI's form.
 
-Choices are made from a `Piece`: a whole completion, or the new part of one in a stream. It comes
-from the engine, or from token ids that another server has generated
-(`server.http.tokens.derendering`).
+Choices are made from a `Piece`, which comes from the engine, or from token ids that another server
+has generated (`server.http.tokens.derendering`).
 """
 
 from __future__ import annotations
@@ -54,10 +53,8 @@ def make_piece(
 ) -> Piece:
     """Return a `Piece` for a whole completion, or for a new part of one, from the engine.
 
-    `answer` is the text, split into content, reasoning and tool calls; if it is `None`, all of the
-    text is content. `num_top` is how many of the likeliest tokens are listed at each position. A
-    whole completion without a finish reason was ended together with the others of its prompt, so
-    it gets "abort".
+    If `answer` is `None`, all of the text is content. A whole completion without a finish reason
+    was ended together with the others of its prompt, so it gets "abort".
     """
     default = "abort" if isinstance(entry, CompletionOutput) else None
     reason = entry.finish_reason
@@ -85,9 +82,8 @@ def make_completion_choice(
 ) -> CompletionChoice:
     """Return one choice of a response of `/v1/completions`, or of a chunk of one.
 
-    `echo` is the prompt's text if the request asked for it; the choice's text begins with it.
-    `logprobs`, if given, cover prompt and completion, and replace those of the piece. The choice
-    has token ids only if `has_ids` is true.
+    `echo` is the prompt's text if the request asked for it. `logprobs`, if given, cover prompt and
+    completion, and replace those of the piece.
     """
     return CompletionChoice(
         index=index,
@@ -104,10 +100,9 @@ def make_completion_choice(
 def make_logprobs(
     token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None, *, num_top: int
 ) -> ChatLogprobs | None:
-    """Return the log-probabilities of generated tokens in the form of chat responses.
+    """Return the log-probabilities of generated tokens in the form of chats, or `None` for `None`.
 
-    Each of `entries` maps token ids to log-probabilities at one position. Only the `num_top`
-    likeliest of them are listed beside the generated token. Return `None` if `entries` is `None`.
+    Each of `entries` maps token ids to log-probabilities; the `num_top` likeliest are also listed.
     """
     if entries is None:
         return None
@@ -131,9 +126,8 @@ def make_completion_logprobs(
 ) -> CompletionLogprobs | None:
     """Convert log-probabilities from the form of chat responses to that of `/v1/completions`.
 
-    `offset` is the `text_offset` of the first entry, in characters. `first_token` is the text of an
-    additional token before all others that has no log-probability: the first of an echoed prompt.
-    Return `None` if `logprobs` is `None`.
+    `offset` is the `text_offset` of the first entry, in characters. `first_token` is the text of
+    the first token of an echoed prompt, which has no log-probability.
     """
     if logprobs is None:
         return None
@@ -149,10 +143,7 @@ def make_completion_logprobs(
 
 
 def _make_top(entry: TokenLogprob) -> dict[str, float]:
-    """Return the likeliest tokens and the generated one: token text -> log-probability.
-
-    If several tokens have the same text, only the likeliest of them is included.
-    """
+    """Return token text -> log-probability; of tokens with the same text, that of the likeliest."""
     top: dict[str, float] = {}
     for other in entry.top_logprobs:
         top.setdefault(other.token, other.logprob)
@@ -161,10 +152,7 @@ def _make_top(entry: TokenLogprob) -> dict[str, float]:
 
 
 def count_characters(logprobs: ChatLogprobs | None) -> int:
-    """Return the number of characters in the texts of these tokens, or 0 for `None`.
-
-    The `text_offset` of the next token is larger by this number.
-    """
+    """Return how many characters these tokens have; the next `text_offset` is larger by that."""
     return 0 if logprobs is None else sum(len(entry.token) for entry in logprobs.content)
 
 
@@ -173,8 +161,7 @@ def make_prompt_logprobs(
 ) -> PromptLogprobs | None:
     """Return the log-probabilities of a prompt's tokens in the form of a response.
 
-    Each of `entries` maps token ids to log-probabilities at one position. It is `None` for the
-    first token, which nothing predicts. Return `None` if `entries` is `None`.
+    The entry of the first token is `None`, because nothing predicts it.
     """
     if entries is None:
         return None

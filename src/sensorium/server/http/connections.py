@@ -1,8 +1,4 @@
-"""Runs the work for a client: it ends when the client leaves, and does not hold the event loop up.
-
-`run_until_disconnect` ends the work for a client that leaves. `run_in_thread` keeps long work away
-from the event loop, and `measure_loop_lag` reports by how much the loop is delayed all the same.
-"""
+"""Runs the work for a client: it ends when the client leaves, and does not block the event loop."""
 
 from __future__ import annotations
 
@@ -41,8 +37,7 @@ async def run_in_thread(
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
     """Return the result of `work`, or cancel it and raise `ClientGoneError` if the client leaves.
 
-    The request's body must have been received before, because `receive` is read until the client
-    disconnects.
+    The request's body must have been received: `receive` is read until the client leaves.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -63,10 +58,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def measure_loop_lag(observe: Callable[[float], None]) -> None:
-    """Measure by how many seconds the event loop is late, and pass each result to `observe`.
-
-    This goes on until the coroutine is cancelled. A late event loop delays the tokens of streams.
-    """
+    """Pass to `observe` the seconds by which the event loop is late, until this is cancelled."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(_LAG_INTERVAL_S)

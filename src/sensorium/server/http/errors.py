@@ -1,9 +1,9 @@
 """Turns errors into responses with a status and OpenAI's error object, and counts and logs them.
 
 An error of the engine names a field by the engine's own name: `multi_modal_data.image[1]` is the
-second image of a prompt. Only the HTTP routes can translate that name to the field of the client's
-request, since it depends on the route and on the way in which the client asked for structured
-output. `WirePaths` translates it. Fields of a conversation have the same names in both.
+second image of a prompt. `WirePaths` translates that to the field of the client's request, which
+depends on the route and on the way in which the client asked for structured output. Fields of a
+conversation have the same names in both.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ class WirePaths:
     def find(self, path: FieldPath) -> FieldPath:
         """Return the path in the client's request for the path in an error of the engine.
 
-        An empty path stands for the model's input. A field that has the same name in the request
-        and in the engine is returned unchanged.
+        An empty path stands for the model's input. A field with the same name in both is unchanged.
         """
         if not path:
             return self.input
@@ -94,11 +93,7 @@ class WirePaths:
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An exception that holds the error response for the client.
-
-    It also states how the error is counted in the metrics, and whether it is logged. Handlers and
-    middleware raise it to refuse a request. Other exceptions are turned into it.
-    """
+    """An exception that holds the error response for the client; others are turned into it."""
 
     message: str
     _: KW_ONLY
@@ -111,7 +106,6 @@ class ApiError(Exception):
     is_bug: bool = False  # the log gets it, with its traceback
 
     def make_body(self) -> bytes:
-        """Return the body of the error response: OpenAI's error object as JSON."""
         return msgspec.json.encode(ErrorResponse(error=self._make_details()))
 
     def make_object(self) -> dict[str, Any]:
@@ -136,18 +130,11 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """An exception that is raised when the client has closed its connection.
-
-    No response can be sent any more.
-    """
+    """An exception that means that the client has left, so no response can be sent any more."""
 
 
 def _make_api_error(error: Exception, paths: WirePaths | None) -> ApiError:
-    """Return the `ApiError` that is sent to the client for an exception.
-
-    `paths` translates the engine's field names to those of the client's request. It is `None` as
-    long as the body was not read. An unexpected exception gets the status 500.
-    """
+    """Return the error for the client; `paths` is `None` as long as the body was not read."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CapacityError):
@@ -195,8 +182,7 @@ class FailureLog:
     def report(self, error: Exception, state: Mapping[str, Any]) -> ApiError:
         """Count an exception, log it if it is a bug, and return the `ApiError` for the client.
 
-        `state` is the ASGI state of the HTTP request. It has the `request_id` and, once the body
-        was read, the `paths` of its fields (a `WirePaths`).
+        `state` is the request's ASGI state: `request_id` and, once the body was read, `paths`.
         """
         made = _make_api_error(error, state.get("paths"))
         if made.reason is not None:

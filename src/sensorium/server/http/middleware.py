@@ -29,7 +29,6 @@ _METHODS = frozenset({"GET", "POST", "OPTIONS", "HEAD", "PUT", "PATCH", "DELETE"
 class RequestTracking:
     """The outermost ASGI middleware, which gives requests an id, and counts and times responses.
 
-    The id is the client's header `x-request-id` if that is short and printable, else a random one.
     A response that is not sent to its end, because its client has left, is not counted.
     """
 
@@ -90,10 +89,9 @@ def _is_sane(text: str) -> bool:
 class ErrorBoundary:
     """ASGI middleware that turns every exception of a request into an error response.
 
-    If the status was already sent, an error status can't be sent any more, so the exception is
-    raised again. A request is cancelled if the server stops and can't wait for it, because its
-    body comes slowly or its client does not read. Then it gets the status 503, unless a status was
-    sent. A WebSocket is refused with an error response as long as it was not accepted.
+    If the status was already sent, the exception is raised again. A request is cancelled if the
+    server stops and can't wait for it, because its body comes slowly or its client does not read.
+    Then it gets the status 503. A WebSocket is refused with an error response until it is accepted.
     """
 
     def __init__(self, app: ASGIApp, failures: FailureLog) -> None:
@@ -130,9 +128,8 @@ class ErrorBoundary:
 class RequestCount:
     """The number of requests that all frontends of a server serve at present.
 
-    `numbers` has one for each frontend, in memory that they share. Each frontend changes only its
-    own, at `index`. A limit for each frontend would not do, because connections are spread unevenly
-    among them.
+    `numbers` has one for each frontend, in memory that they share. Each changes only its own, at
+    `index`. A limit for each frontend would not do, because connections are spread unevenly.
     """
 
     def __init__(self, numbers: MutableSequence[float] | memoryview[float], index: int = 0) -> None:
@@ -140,14 +137,13 @@ class RequestCount:
         self._index = index
 
     def add(self, number: int) -> None:
-        """Change the number of requests of this frontend."""
         self._numbers[self._index] += number
 
     @property
     def total(self) -> int:
-        """The number of requests of all frontends.
+        """Return the number of requests of all frontends.
 
-        Others may change theirs meanwhile. So together they may admit a few more than the limit.
+        Others may change theirs meanwhile, so together they may admit a few more than a limit.
         """
         return int(sum(self._numbers))
 
@@ -155,12 +151,10 @@ class RequestCount:
 class Admission:
     """ASGI middleware that limits how many POST requests to `paths` are served at once.
 
-    A request counts from the moment when its handler calls `request.state.admit()` until its end.
-    If all frontends together serve `limit` requests, that call raises an `ApiError` with the status
-    429. All requests must run on one event loop.
-
-    A WebSocket to `SESSION_PATH` counts as a request from its begin to its end. It is refused in
-    the same way, also if there are `session_limit` of them.
+    A request counts from its handler's call of `request.state.admit()` until its end. If all
+    frontends together serve `limit` requests, that call raises an `ApiError` with the status 429.
+    All requests must run on one event loop. A WebSocket to `SESSION_PATH` counts from its start,
+    and is refused in the same way, also if there are `session_limit` of them.
     """
 
     def __init__(

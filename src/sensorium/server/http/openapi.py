@@ -76,8 +76,7 @@ def make_document(
 ) -> dict[str, Any]:
     """Return the OpenAPI document of all routes that have a summary.
 
-    With `needs_key`, the document requires a bearer token. `model_names` are the values that the
-    field `model` of a request may have.
+    `model_names` are the values that the field `model` of a request may have.
     """
     shown = [route for route in routes if route.summary]
     paths: dict[str, Any] = {}
@@ -148,10 +147,7 @@ def _make_content(schema: dict[str, Any], *, has_msgpack: bool = False) -> dict[
 
 
 def _make_event(chunk: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON schema of one server-sent event of a stream.
-
-    Its data is a chunk as JSON, an error as JSON, or the text `[DONE]` at the end of the stream.
-    """
+    """Return the schema of one event: a chunk or an error as JSON, or `[DONE]` at the end."""
     text = {"type": "string", "contentMediaType": "application/json"}
     kinds = (chunk, ErrorResponse)
     texts = [{**text, "contentSchema": refer_to(kind.__name__)} for kind in kinds]

@@ -96,10 +96,10 @@ ROUTES: tuple[Route, ...] = (
     _post("/v1/completions", create_completion, "text", "Complete one or more prompts.",
           requests.CompletionRequest, answers=(answers.Completion,), chunk=answers.Completion,
           needs_engine=True),
-    _speech("/v1/audio/transcriptions", create_transcription, "Write down what is said in a sound.",
+    _speech("/v1/audio/transcriptions", create_transcription, "Transcribe what is said in audio.",
             speech.TranscriptionRequest),
     _speech("/v1/audio/translations", create_translation,
-            "Write down in English what is said in a sound.", speech.TranslationRequest),
+            "Translate what is said in audio into English.", speech.TranslationRequest),
     Route(SESSION_PATH, _require_upgrade, "speech",
           "Transcribe speech while it is spoken, over a WebSocket.", needs_engine=True,
           is_upgrade=True, queries=("intent", "model", "dialect"),
@@ -150,10 +150,7 @@ COUNTED_PATHS = frozenset(route.path for route in ROUTES if route.is_counted)
 
 
 class _AppRoute(StarletteRoute):
-    """A Starlette route that accepts only its own methods, and puts itself into the ASGI scope.
-
-    Starlette would accept HEAD wherever it accepts GET. Middleware reads `scope["route"]`.
-    """
+    """A Starlette route of its own methods only, which middleware finds as `scope["route"]`."""
 
     def __init__(self, path: str, endpoint: Any, methods: Iterable[str]) -> None:
         super().__init__(path, endpoint)
@@ -165,11 +162,7 @@ class _AppRoute(StarletteRoute):
 
 
 def make_routes(context: Context) -> list[BaseRoute]:
-    """Return all routes of the application, with handlers that use `context`.
-
-    If the server only renders, it has no welcome page, and routes that need an engine refuse
-    every request.
-    """
+    """Return all routes; on a server that only renders, those that need an engine refuse."""
     options = context.options
     is_render_only = options.is_render_only
     # A server that only renders has no caches of an engine, and no welcome page.
@@ -219,10 +212,7 @@ def _make_route(route: Route, context: Context) -> StarletteRoute:
 
 
 async def _refuse(request: Request) -> Response:
-    """Raise an `ApiError` with the status 404, because this server only renders prompts.
-
-    The error names the command that starts a server with an engine.
-    """
+    """Raise an `ApiError` that names the command that starts a server with an engine."""
     # 404, not 501: clients repeat requests after a server error, which would never help here.
     raise ApiError(
         f"{request.url.path}: this server only renders prompts and runs no model. Send the request "

@@ -1,8 +1,8 @@
 """Responds to a request that generates text: with a whole answer, or with server-sent events.
 
-The status is sent with the first event. A failure before the first event gets an error status. A
-later failure becomes an event with the error, which ends the stream. Chunks come first, then the
-token counts and the trace (a report of where time went) if the request asked for them.
+The status is sent with the first event. A failure before it gets an error status; a later one
+becomes an event with the error, which ends the stream. Chunks come first, then the token counts and
+the trace (a report of where time went) if the request asked for them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,7 @@ _Chunk = TypeVar("_Chunk", bound=Envelope)
 
 
 class AnswerMaker(Protocol[_Chunk]):
-    """A builder of the response to one client's request, as a whole or in chunks of a stream.
-
-    It keeps the state of the stream from chunk to chunk.
-    """
+    """A builder of the response to one request, which keeps its state from chunk to chunk."""
 
     def make_answer(self, outputs: Sequence[RequestOutput]) -> Envelope: ...
 
@@ -49,8 +46,8 @@ async def answer_call(
 ) -> Response:
     """Run a call, and return the HTTP response: its whole answer, or a stream if one is asked for.
 
-    A stream runs the call while it is sent. A whole answer is msgpack if `is_msgpack` is true, else
-    JSON. Raise a `ClientGoneError` if the client leaves before the whole answer is complete.
+    A stream runs the call while it is sent. Raise a `ClientGoneError` if the client leaves before
+    the whole answer is complete.
     """
     if call.request.stream:
         return EventStream(_SseChunks(call, maker).run(), call.context.failures)
@@ -94,8 +91,8 @@ class _SseChunks:
     def _add_trace(self, chunks: list[Any]) -> list[Any]:
         """Return the chunks, with the trace in the last one if it is the last of the stream.
 
-        The trace is a report of where time went. If a chunk with the token counts follows, that one
-        has the trace. If `chunks` is empty, an empty chunk is added for the trace.
+        If a chunk with the token counts follows, that one has the trace. If `chunks` is empty, an
+        empty chunk is added for the trace.
         """
         if not self._call.is_ended or self._has_usage or not self._call.has_trace:
             return chunks
@@ -104,15 +101,13 @@ class _SseChunks:
 
 
 def make_event(value: Any) -> bytes:
-    """Return a server-sent event with a value as JSON."""
     return b"data: " + _encoder.encode(value) + b"\n\n"
 
 
 class EventStream(Response):
     """A response that sends the server-sent events of a generator, and then `[DONE]`.
 
-    The generator is closed in every case, also if the client leaves. An exception after the first
-    event is reported to `failures`, and sent as the last event before `[DONE]`.
+    The generator is closed in every case, also if the client leaves.
     """
 
     media_type = "text/event-stream"

@@ -14,10 +14,7 @@ _MAX_COUNT = 2**53 - 1  # the largest integer that every reader of JSON reads ex
 
 
 def make_usage(outputs: Sequence[RequestOutput]) -> Usage:
-    """Return the token counts of a response, summed over the prompts of the client's request.
-
-    The tokens of a prompt count once, even if it has several completions.
-    """
+    """Return the token counts of a response; a prompt counts once, whatever completions it has."""
     details = PromptTokensDetails(
         cached_tokens=sum(output.num_cached_tokens for output in outputs),
         image_tokens=_count_media(outputs, "image"),
@@ -41,11 +38,7 @@ def count_usage(
     *,
     details: PromptTokensDetails | None = None,
 ) -> Usage:
-    """Return the token counts of a response in OpenAI's form.
-
-    `details` says what the tokens of the prompts are. It is `None` where that is not known, as
-    before the end of a request.
-    """
+    """Return the token counts of a response; `details` are `None` where they are not known."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
@@ -55,10 +48,7 @@ def count_usage(
 
 
 def sum_details(usages: Sequence[WireUsage | None]) -> PromptTokensDetails | None:
-    """Return the sum of the details in token counts that a client has sent, or `None` if none.
-
-    A count is left out unless all of `usages` have it.
-    """
+    """Return the sum of each detail that all of `usages` have, or `None` if there is none."""
     details = PromptTokensDetails(
         cached_tokens=_sum_counts(usages, "cached_tokens"),
         image_tokens=_sum_counts(usages, "image_tokens"),

@@ -1,10 +1,9 @@
 """Measures one HTTP request, from its arrival to its end, and makes its `sensorium_trace`.
 
-A request for several completions is one request. Its latencies are counted once, with the times of
-the first completion in the core; its completions are counted one by one, each with its reason. Only
-requests that were answered have latencies: those with completions that all ended by themselves.
-
-A transcript is one request too, however many windows of its sound the engine was asked for.
+A request for several completions is one request: its latencies are counted once, with the times of
+the first completion in the core, and its completions one by one, each with its reason. Only
+requests that were answered have latencies: those with completions that all ended by themselves. A
+transcript is one request, however many windows of its audio the engine was asked for.
 
 The trace is an object in the answer, on demand: its times, and the caches that served it.
 """
@@ -29,16 +28,13 @@ _ANSWERED = frozenset((FinishReason.STOP, FinishReason.LENGTH))
 
 
 class RequestClock:
-    """A stopwatch of one HTTP request that writes its latencies and its tokens to the metrics.
-
-    `arrived` is the time at which the request arrived, in seconds of `clock`.
-    """
+    """A stopwatch of one HTTP request that writes its latencies and its tokens to the metrics."""
 
     def __init__(
         self,
         metrics: MetricSet,
         *,
-        arrived: float,
+        arrived: float,  # in seconds of `clock`
         params: SamplingParams,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,20 +56,13 @@ class RequestClock:
         return (self._clock() if self._ended is None else self._ended) - self._arrived
 
     def mark(self, stage: str) -> None:
-        """Add the time since the last mark, or since the arrival, to the seconds of a stage.
-
-        It is called at the end of the stage. `stage` is one of `STAGES`, such as "parse".
-        """
+        """Add the time since the last mark, or since the arrival, to a stage that ends now."""
         now = self._clock()
         self.stages[stage] += now - self._marked
         self._marked = now
 
     def on_tokens(self, index: int, num_tokens: int) -> None:
-        """Count new tokens of the completion with this index, and measure when they came.
-
-        This writes the time to the first token of the request, and the times between the tokens of
-        each completion. Without new tokens it does nothing.
-        """
+        """Count new tokens of a completion, and measure the times to the first and between them."""
         if not num_tokens:
             return
         now = self._clock()
@@ -87,11 +76,7 @@ class RequestClock:
         self._count_tokens(index, num_tokens)
 
     def on_finish(self, output: RequestOutput) -> None:
-        """Count the end of the request with its final output, unless it has already ended.
-
-        Each completion is counted with its finish reason. Latencies are written only if all
-        completions ended with "stop" or "length".
-        """
+        """Count the end of the request with its final output, unless it has already ended."""
         if self._end():
             return
         for completion in output.outputs:
@@ -113,8 +98,8 @@ class RequestClock:
     def on_transcript(self, usage: SpeechUsage) -> None:
         """Count the end of a transcript, unless it has already ended: one completion that stopped.
 
-        Its tokens are those of all its windows. Times in the core are those of single windows, so
-        they are not measured.
+        Its tokens are those of all windows. Times in the core are of single windows, so they don't
+        count.
         """
         if self._end():
             return
@@ -131,8 +116,7 @@ class RequestClock:
     def on_end(self, reason: FinishReason) -> None:
         """Count an end of the request without an output, unless it has already ended.
 
-        That happens if the client disconnects or the engine is lost. Each of the request's `n`
-        completions is counted with this reason.
+        The client has disconnected, or the engine is lost. Each completion has this reason.
         """
         if self._end():
             return
@@ -140,10 +124,7 @@ class RequestClock:
             self._count_end(reason)
 
     def _end(self) -> bool:
-        """Record the time at which the request ends, and return whether it had already ended.
-
-        A request that had already ended keeps its time.
-        """
+        """Record when the request ends, and return whether it had already ended."""
         if self._ended is not None:
             return True
         self._ended = self._clock()
@@ -197,11 +178,7 @@ class RequestClock:
 
 
 def _list_stages(output: RequestOutput, clock: RequestClock) -> list[Mapping[str, float]]:
-    """Return how long each stage of a request took, as several maps from a stage to seconds.
-
-    The first map has the stages that `clock` measured in this process, the second those of the
-    engine. Each further map has the stages of one media item.
-    """
+    """Return stage -> seconds: first of `clock`, then of the engine, then of each media item."""
     stages = dict(output.stages)
     if (times := output.times) is not None:
         if times.scheduled is not None:
@@ -218,9 +195,8 @@ def _list_stages(output: RequestOutput, clock: RequestClock) -> list[Mapping[str
 def make_trace(output: RequestOutput, clock: RequestClock) -> dict[str, Any]:
     """Return the `sensorium_trace` of a response: its times in milliseconds, and its cache hits.
 
-    The time of a stage of media is the sum over all media items of the request. The items are
-    processed in parallel, so a sum may be longer than `total`. Stages that did not happen are left
-    out.
+    The time of a stage of media is the sum over all items. These are processed in parallel, so a
+    sum may be longer than `total`. Stages that did not happen are left out.
     """
     seconds: Counter[str] = Counter()
     for stages in _list_stages(output, clock):
@@ -252,10 +228,7 @@ def _trace_item(item: MediaItemReport, output: RequestOutput) -> dict[str, Any]:
 
 
 def _as_ms(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Convert the seconds of each stage to milliseconds, and sort the stages.
-
-    The stages come in the order of `STAGES`; other names come last.
-    """
+    """Return the milliseconds of each stage, in the order of `STAGES`; other names come last."""
     named = [stage for stage in STAGES if stage in seconds]
     named += [stage for stage in seconds if stage not in STAGES]
     return {stage: round(1000 * seconds[stage], 3) for stage in named}

@@ -22,11 +22,6 @@ _SYNC_S = 0.25
 
 
 class CoreMetrics:
-    """A writer of the metrics of the core: its queues, its steps, its tokens and its caches.
-
-    `model_name` is the value of the label `model_name` of all these metrics.
-    """
-
     def __init__(self, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics = MetricSet(model_name)
         self._clock = clock
@@ -43,12 +38,7 @@ class CoreMetrics:
         self._totals = Totals(metrics)
 
     def on_step(self, core: EngineCore, _outputs: Sequence[EngineCoreOutput] = ()) -> None:
-        """Write the metrics that change with each step: the tokens it computed, and the queues.
-
-        This is called after each step, and also when requests come or go without a step. A few
-        times a second, and when the core has no requests, it also calls `sync`. `_outputs` is not
-        used.
-        """
+        """Write the tokens and the queues after a step, or after requests came or went."""
         scheduler = core.scheduler
         total = scheduler.counters.num_scheduled_tokens
         if total > self._num_scheduled_tokens:
@@ -65,10 +55,9 @@ class CoreMetrics:
             self.sync(core)
 
     def sync(self, core: EngineCore) -> None:
-        """Write all metrics of the core that `on_step` does not write after each step.
+        """Write all metrics that `on_step` does not write after each step.
 
-        This must also be called once when the core is ready, so that the metrics are complete
-        before the first request.
+        Call it also when the core is ready, so that they are complete before the first request.
         """
         self._synced = self._clock()
         if not self._is_described:
@@ -146,8 +135,8 @@ class CoreMetrics:
     def _sync_receiver(self, core: EngineCore) -> None:
         """Write the metrics of the cache through which the core receives processed media.
 
-        A cache in shared memory is the processor cache of all frontends. It outlives the core, and
-        so do its counts. So only what was counted since this core began is added to the metrics.
+        A cache in shared memory is the processor cache of all frontends, and outlives the core with
+        its counts. So only what was counted since this core began is added to the metrics.
         """
         receiver = core.payloads.receiver
         statistics = receiver.statistics()

@@ -24,10 +24,7 @@ _IN_FLIGHT = "sensorium:http_requests_in_flight"
 
 
 class FrontendMetrics:
-    """A writer of the metrics of one frontend, and a reader of those of all processes.
-
-    It must be used on the event loop only. `model_name` is the value of the label `model_name`.
-    """
+    """A writer of one frontend's metrics and a reader of all, to be used on the event loop only."""
 
     def __init__(self, model_name: str) -> None:
         self._metrics = MetricSet(model_name)
@@ -36,32 +33,24 @@ class FrontendMetrics:
     # ---- HTTP
 
     def track_arrival(self) -> AbstractContextManager[None]:
-        """Return a context manager that counts an HTTP request as in flight during its block.
-
-        The block has to end when the last byte of the response is sent.
-        """
+        """Return a context manager for a request in flight, to be left after its last byte."""
         return self._metrics.gauge(_IN_FLIGHT).track_inprogress()
 
     def track_websocket(self) -> AbstractContextManager[None]:
-        """Return a context manager that counts a WebSocket connection as open during its block."""
         return self._metrics.gauge("vllm:websocket_connections_active").track_inprogress()
 
     def start_session(self) -> SessionClock:
-        """Return a clock that measures one live session from now to its end."""
         return SessionClock(self._metrics)
 
     def count_refusal(self, reason: str) -> None:
-        """Count a request that was answered with an error instead of a result.
-
-        `reason` is one of `_REFUSAL_REASONS` in `metric_set`, such as "capacity".
-        """
+        """Count a request that was answered with an error, by one of `_REFUSAL_REASONS`."""
         self._metrics.counter("sensorium:refused_requests_total", reason).inc()
 
     def observe_response(self, *, handler: str, method: str, status: int, seconds: float) -> None:
         """Count an HTTP response, and record the seconds from its request's arrival to its end.
 
-        `handler` is the path of the route as it was declared. All paths without a route share one
-        name, so that unknown paths do not create metrics without end.
+        `handler` is the path of the route as declared. Paths without a route share one name, so
+        that unknown paths do not create metrics without end.
         """
         kind = f"{status // 100}xx"
         self._metrics.counter("http_requests_total", handler, method, kind).inc()
@@ -74,10 +63,7 @@ class FrontendMetrics:
     # ---- requests of the engine
 
     def start_request(self, *, arrived: float, params: SamplingParams) -> RequestClock:
-        """Return a clock that measures one request from its arrival to its end.
-
-        `arrived` is the time of the arrival, in seconds of `time.monotonic`.
-        """
+        """Return a clock of one request; `arrived` is in seconds of `time.monotonic`."""
         return RequestClock(self._metrics, arrived=arrived, params=params)
 
     # ---- counts of other parts
@@ -85,9 +71,8 @@ class FrontendMetrics:
     def sync(self, *, media_parts: MediaParts | None = None, num_preparing: int = 0) -> None:
         """Copy into the metrics the counts that other parts of this frontend keep.
 
-        These are the number of requests that are not sent to the core yet and, if `perception` is
-        given, the counts of its caches, its media downloads and its pool of processes. This takes
-        microseconds. It is called at the end of each response and about once a second.
+        `num_preparing` counts requests that are not sent to the core yet. This takes microseconds.
+        It is called at the end of each response and about once a second.
         """
         self._metrics.gauge("sensorium:num_requests_preparing").set(num_preparing)
         if media_parts is None:
@@ -105,11 +90,6 @@ class FrontendMetrics:
             self._sync_pool(media_parts.pool.statistics())
 
     def _sync_caches(self, caches: Caches) -> None:
-        """Copy into the metrics the counts of the media caches of this frontend.
-
-        The contents and evictions of a cache in shared memory are the same for all frontends, so
-        only the core writes them.
-        """
         sender, totals = caches.sender.statistics(), self._totals
         totals.follow("vllm:mm_cache_queries_total", sender.num_queries)
         totals.follow("vllm:mm_cache_hits_total", sender.num_hits)
@@ -118,6 +98,7 @@ class FrontendMetrics:
             totals.follow_level("processor", sender)
             totals.follow("sensorium:cache_oversize_total", sender.num_oversize)
         else:
+            # Its contents and evictions are the same for all frontends, so the core writes them.
             totals.follow_look_ups("processor", sender)
         totals.follow_level("readonly", caches.readonly.statistics())
 
@@ -152,17 +133,11 @@ class FrontendMetrics:
     # ---- reading the metrics of all processes
 
     async def read_others(self) -> Sequence[bytes]:
-        """Return what processes have counted that don't write into the files of this machine.
-
-        A server has none.
-        """
+        """Return the counts of processes that don't write files on this machine: here none."""
         return ()
 
     def render(self, others: Sequence[bytes] = ()) -> tuple[bytes, str]:
-        """Return the body and the content type of `GET /metrics`, for all processes together.
-
-        `others` is the result of `read_others`.
-        """
+        """Return the body and content type of `GET /metrics`; `others` are from `read_others`."""
         return render(self._get_source("*.db", others))
 
     def get_load(self, others: Sequence[bytes] = ()) -> int:

@@ -2,10 +2,8 @@
 
 Names that begin with `vllm:` are those that dashboards of this field query, with the meaning and
 the units that they have there. `docs/metrics.md` explains which process writes each of them, and
-when.
-
-All gauges are sums over the processes that live. Each process has all series of the table, so none
-is ever missing; a series that a process doesn't write stays 0 there.
+when. All gauges are sums over the processes that live. Each process has all series of the table, so
+none is ever missing; a series that a process doesn't write stays 0 there.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sensorium.types.errors import InvariantError
-from sensorium.types.multimodal import APART_OUTCOMES, ITEM_STAGES, TIERS
+from sensorium.types.multimodal import ITEM_STAGES, REMOTE_ENCODER_OUTCOMES, TIERS
 from sensorium.types.request import FinishReason
 from sensorium.types.scheduling import StepMode
 
@@ -67,11 +65,6 @@ _Values = tuple[str, ...]  # the values of a label that have a series from the s
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """The definition of one metric: its kind, name, help text, labels and histogram buckets.
-
-    `labels` maps each label to those of its values that exist from the start, when they count 0.
-    """
-
     kind: type[_Metric]
     name: str
     text: str
@@ -256,8 +249,8 @@ DEFINITIONS = (
     ),
     _count(
         "sensorium:apart_items_total",
-        "Media items that were meant for the encoder apart, by what became of them.",
-        outcome=APART_OUTCOMES,
+        "Media items that were meant for the remote encoder, by what became of them.",
+        outcome=REMOTE_ENCODER_OUTCOMES,
     ),
     _count("sensorium:items_joined_total", "Media items that another request was processing."),
     _count("sensorium:media_fetches_total", "Requests to hosts of media."),
@@ -368,9 +361,8 @@ ALIASES = {
 class MetricSet:
     """All metrics of `DEFINITIONS`, as one process writes them.
 
-    Each metric is found by its name and its label values, and is created the first time. The values
-    are stored in the files that `shared_files.write_as` has chosen. Without that call they are
-    stored in this process only, which is enough for a test.
+    Values are stored in the files that `shared_files.write_as` has chosen; without that call in
+    this process only, which is enough for a test.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -383,28 +375,17 @@ class MetricSet:
                 self._find(definition.name, label_values)
 
     def counter(self, name: str, *label_values: str) -> Counter:
-        """Return the counter with this name and these label values.
+        """Return the counter with this name and these label values, in the order of its definition.
 
-        The label values come in the order of the metric's definition. Labels that all metrics
-        share, such as `model_name`, are added here. Raises an `InvariantError` if the metric is no
-        counter.
+        Labels that all metrics share, such as `model_name`, are added. Raise an `InvariantError` if
+        the metric is no counter.
         """
         return self._get(Counter, name, label_values)
 
     def gauge(self, name: str, *label_values: str) -> Gauge:
-        """Return the gauge with this name and these label values.
-
-        The label values are those that `counter` takes. Raises an `InvariantError` if the metric is
-        no gauge.
-        """
         return self._get(Gauge, name, label_values)
 
     def histogram(self, name: str, *label_values: str) -> Histogram:
-        """Return the histogram with this name and these label values.
-
-        The label values are those that `counter` takes. Raises an `InvariantError` if the metric is
-        no histogram.
-        """
         return self._get(Histogram, name, label_values)
 
     def _get(self, kind: type[_MetricT], name: str, label_values: _Values) -> _MetricT:
@@ -433,10 +414,7 @@ class MetricSet:
 
 
 def _get_common_labels(name: str, model_name: str) -> dict[str, str]:
-    """Return the labels that all metrics with the prefix of `name` share, as label -> value.
-
-    The prefix is `vllm:` or `sensorium:`. Metrics without one of these share no labels.
-    """
+    """Return the labels that all metrics with the prefix of `name` share, as label -> value."""
     if name.startswith("vllm:"):
         return {"model_name": model_name, "engine": _ENGINE}
     return {"model_name": model_name} if name.startswith("sensorium:") else {}

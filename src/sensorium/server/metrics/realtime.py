@@ -19,7 +19,7 @@ class SessionClock:
     """A stopwatch of one live session that writes to the metrics.
 
     Each item of a session is a request in the metrics of requests, from its commit to its end. One
-    that fails before it is committed is a request of no length.
+    that fails before its commit is a request of no length.
     """
 
     def __init__(self, metrics: MetricSet, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class SessionClock:
         self._observe("sensorium:realtime_chunk_seconds", seconds)
 
     def set_waiting(self, seconds: float) -> None:
-        """Record how many seconds of sound the session holds that are not transcribed yet."""
+        """Record how many seconds of audio the session holds that are not transcribed yet."""
         self._metrics.gauge(_WAITING).inc(seconds - self._waiting_s)
         self._waiting_s = seconds
 

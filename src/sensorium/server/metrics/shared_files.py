@@ -5,11 +5,11 @@ to a page that has no block ends the process with SIGBUS. So the files here are 
 memory (`memfd_create`), which is reserved when it is made, has no name and needs no disk. The links
 lead through `/proc/PID/fd` of the parent, so that the others inherit nothing.
 
-A writer's files outlive it: the next process with its name goes on with their numbers. Counters of
-dead processes stay. Their gauges are 0 as soon as the parent has seen their end.
+A writer's files outlive it: the next process with its name continues with their numbers. Counters
+of dead processes stay. Their gauges are 0 as soon as the parent has seen their end.
 
-The parent logs a line every few seconds while there is something to do. Its rates are those of the
-time since the last line: tokens per second, and the shares of what was looked up in that time.
+The parent logs a line every few seconds while there is something to do, with the rates since the
+last line.
 """
 
 from __future__ import annotations
@@ -44,18 +44,11 @@ _PAUSE_S = 10.0  # between two log lines
 
 
 def get_frontend_name(index: int) -> str:
-    """Return the name under which a frontend writes its metrics, such as "frontend-0".
-
-    `index` counts the frontends of a server from 0.
-    """
     return f"frontend-{index}"
 
 
 def get_path(directory: Path, kind: str, writer: str) -> Path:
-    """Return the path of the file in which one process writes its metrics of one kind.
-
-    `kind` is a name of `prometheus_client`, such as "counter". `writer` is the name of the process.
-    """
+    """Return the path of the file with one process's metrics of a kind, such as "counter"."""
     return directory / f"{kind}_{writer}.db"
 
 
@@ -63,8 +56,8 @@ def get_path(directory: Path, kind: str, writer: str) -> Path:
 def making_files(directory: Path, *, num_frontends: int) -> Iterator[None]:
     """Create a directory with the metrics files of all processes, for the time of the block.
 
-    Each file is a link to memory that is reserved here. The memory is freed when no process has it
-    mapped any more. Raises an `OSError` if the directory or the memory can't be created.
+    Their memory is freed when no process maps it any more. Raise an `OSError` if it can't be
+    reserved.
     """
     with ExitStack() as stack:
         directory.mkdir()
@@ -88,10 +81,9 @@ def use_directory(directory: Path, *, writer: str) -> None:
 
 
 def write_as(writer: str) -> None:
-    """Make this process write its metrics to the files of `writer`.
+    """Make this process write its metrics to the files of `writer`, if it inherited a directory.
 
-    The directory comes from the environment of the process. If the environment has none, nothing is
-    done, and the metrics stay in the memory of the process. Metrics that already exist do not move.
+    Otherwise they stay in its memory. Metrics that already exist do not move.
     """
     if get_directory() is not None:
         values.ValueClass = values.MultiProcessValue(lambda: writer)  # type: ignore[no-untyped-call]
@@ -107,7 +99,7 @@ def clear_gauges(writer: str, directory: Path) -> None:
     """Set all gauges of a process that has ended to 0, so that sums no longer include them.
 
     The layout of its file does not change, because a reader may be reading it, and the next process
-    with this name goes on with it.
+    with this name continues with it.
     """
     path = get_path(directory, "gauge_livesum", writer)
     if not _get_size(path):
@@ -131,10 +123,7 @@ def _get_size(path: Path) -> int:
 
 
 class Files(Collector):
-    """A Prometheus collector that reads the metrics files of several processes and adds them up.
-
-    It reads the files in `directory` with names that match `pattern`.
-    """
+    """A Prometheus collector that adds up the metrics files that match `pattern`."""
 
     def __init__(self, directory: Path, pattern: str = "*.db") -> None:
         self._directory = directory
@@ -158,10 +147,7 @@ class Values:
                 rows.append((sample.labels, sample.value))
 
     def get(self, name: str, **labels: str) -> float:
-        """Return the sum of all samples with this name and these labels, or 0 if there is none.
-
-        Samples may have further labels.
-        """
+        """Return the sum of all samples with this name and at least these labels, or 0."""
         rows = self._samples.get(name, ())
         return sum(value for own, value in rows if labels.items() <= own.items())
 
@@ -171,20 +157,14 @@ class Values:
 
 
 def render(source: Collector) -> tuple[bytes, str]:
-    """Return the metrics of a collector in the Prometheus text format, and its content type.
-
-    Metrics that have an alias are written under both names.
-    """
+    """Return metrics, also under their aliases, as Prometheus text, and its content type."""
     registry = CollectorRegistry()
     registry.register(_WithAliases(source))
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class _WithAliases(Collector):
-    """A collector of all metrics of `source`, and of copies of those that have an alias.
-
-    A copy has the alias as its name.
-    """
+    """A collector of all metrics of `source`, and of copies under their aliases."""
 
     def __init__(self, source: Collector) -> None:
         self._source = source
@@ -210,11 +190,7 @@ def _rename(metric: Metric, name: str) -> Metric:
 
 
 class LogLine:
-    """A maker of the log lines that summarise the load of the server.
-
-    `read` returns the current values of the metrics. `started` is the time at which the first
-    line's period begins, in seconds of the clock that the caller of `take` uses.
-    """
+    """A maker of log lines about the server's load; callers pass the time in seconds."""
 
     def __init__(self, read: Callable[[], Values], *, started: float) -> None:
         self._read = read
@@ -222,11 +198,7 @@ class LogLine:
         self._taken = started
 
     def take(self, now: float) -> str | None:
-        """Return the log line for the time since the last call.
-
-        `now` is the current time in seconds. Returns `None` if no request is in progress and
-        nothing happened since the last call.
-        """
+        """Return the line for the time since the last call, or `None` if the server was idle."""
         last, self._last = self._last, self._read()
         seconds, self._taken = max(now - self._taken, 1e-3), now
         return _format_line(last, self._last, seconds)
@@ -259,10 +231,7 @@ def _format_line(last: Values, now: Values, seconds: float) -> str | None:
 
 
 async def log_load(metrics_directory: Path) -> None:
-    """Log a summary of the server's load every 10 seconds, until this task is cancelled.
-
-    Nothing is logged for a period in which nothing happened.
-    """
+    """Log the server's load every 10 seconds, unless nothing happened, until this is cancelled."""
     files = Files(metrics_directory)
     line = LogLine(lambda: Values(files), started=time.monotonic())
     while True:

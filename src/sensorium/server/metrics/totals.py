@@ -1,4 +1,4 @@
-"""Counters of Prometheus that follow totals which other code counts."""
+"""Prometheus counters that follow totals that other code counts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 class Totals:
-    """A set of Prometheus counters that follow totals that other code counts.
-
-    A Prometheus counter can only be increased. So each call adds what a total has grown by since
-    the last call.
-    """
+    """A set of Prometheus counters, each increased by what a total has grown by."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
@@ -25,8 +21,8 @@ class Totals:
     def follow(self, name: str, total: int, *label_values: str, is_foreign: bool = False) -> None:
         """Increase a counter by what `total` has grown by since the last call.
 
-        At the first call all of `total` is added. With `is_foreign` nothing is added at the first
-        call, because earlier processes have counted that part and have written it to their metrics.
+        The first call adds all of it. With `is_foreign` it adds nothing, because earlier processes
+        have counted that part and have written it to their metrics.
         """
         key = (name, *label_values)
         seen = self._seen.get(key, total if is_foreign else 0)
@@ -35,25 +31,17 @@ class Totals:
             self._metrics.counter(name, *label_values).inc(total - seen)
 
     def follow_level(self, level: str, statistics: CacheStatistics) -> None:
-        """Write the queries, hits, evictions and contents of one level of caching.
-
-        `level` is one of `_CACHE_LEVELS`, such as "processor" or "prefix".
-        """
+        """Write the queries, hits, evictions and contents of one of `_CACHE_LEVELS`."""
         self.follow_look_ups(level, statistics)
         self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
         self.set_contents(level, statistics)
 
     def follow_look_ups(self, level: str, statistics: CacheStatistics) -> None:
-        """Write the queries and hits of one level of caching, such as "processor" or "prefix"."""
         self.follow("sensorium:cache_queries_total", statistics.num_queries, level)
         self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
 
     def follow_tiers(self, tiers: MediaTiers, *, with_contents: bool) -> None:
-        """Write the counts of the tiers of this process.
-
-        All processes of a server share the contents of a tier, so that only one of them writes
-        these.
-        """
+        """Write the counts of this process's tiers; one process writes the shared contents."""
         for level, statistics in tiers.statistics().items():
             self.follow_look_ups(level, statistics)
             self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)
@@ -68,10 +56,7 @@ class Totals:
                 self.set_contents(level, statistics)
 
     def set_contents(self, level: str, statistics: CacheStatistics) -> None:
-        """Write how much one level of caching, such as "processor", holds at this moment.
-
-        This sets the gauges of its items, of its bytes, and of its capacity in bytes.
-        """
+        """Write the items, the bytes and the capacity in bytes of one level of caching."""
         gauge = self._metrics.gauge
         gauge("sensorium:cache_items", level).set(statistics.num_items)
         gauge("sensorium:cache_bytes", level).set(statistics.num_bytes)

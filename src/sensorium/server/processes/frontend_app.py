@@ -153,7 +153,7 @@ def build_frontend_app(
         answers=answers,
         info=info,
         speech=read_speech_model(frontend, chat_template=template),
-        has_chat=can_chat(frontend.processor.beside),
+        has_chat=can_chat(frontend.processor.outside_audio),
         dummies=dummies,
     )
 

@@ -1,7 +1,7 @@
 """Decodes raw audio that comes in chunks, into the samples that speech models take.
 
-A chunk may end anywhere: in the middle of a sample, or of the stretch of sound that the resampler
-needs. What is left over waits for the next chunk, so the samples do not depend on where chunks end.
+A chunk may end anywhere: in the middle of a sample, or of the stretch that the resampler needs.
+What is left over waits for the next chunk, so the samples do not depend on where chunks end.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ _BYTES_PER_SAMPLE = {"pcm16": 2, "mulaw": 1, "alaw": 1}
 
 @dataclass(frozen=True, slots=True)
 class AudioFormat:
-    """The format of raw audio with one channel: how samples are encoded, and how many a second."""
+    """The format of raw audio with one channel."""
 
     encoding: Encoding
-    rate: int
+    rate: int  # samples per second
 
     def count_seconds(self, num_bytes: int) -> float:
         return num_bytes / (_BYTES_PER_SAMPLE[self.encoding] * self.rate)
 
 
 class AudioDecoder:
-    """A decoder of one stream of raw audio."""
-
     def __init__(self, form: AudioFormat) -> None:
         self.form = form
         self._rest = b""  # the first byte of a sample, if a chunk has ended within it
@@ -52,7 +50,7 @@ class AudioDecoder:
         return self._resample(np.frombuffer(chunk[:end], "<i2").astype(np.float32) / _LOUDEST)
 
     def flush(self) -> Samples:
-        """Return the samples that wait for more audio. What comes next is a stream of its own."""
+        """Return the samples that wait for more audio, and begin a new stream."""
         self._rest = b""
         if self._resampler is None:
             return np.zeros(0, np.float32)
@@ -71,7 +69,7 @@ class AudioDecoder:
             return None
         import soxr  # type: ignore[import-untyped]
 
-        # "HQ" is the quality with which the sounds of files are resampled, too.
+        # "HQ" is also the quality with which files are resampled.
         return soxr.ResampleStream(self.form.rate, RATE, 1, dtype="float32", quality="HQ")
 
 

@@ -1,8 +1,8 @@
-"""What a live session is to those who use it: sound goes in, and events come out.
+"""The interface of a live session: audio goes in, and events come out.
 
-A server opens a session from a `LiveSource`. It does not know whether the model transcribes turn by
-turn, or token by token while the sound still comes. It passes samples on in the order in which they
-come, and sends the events to its client in the order in which it gets them.
+A server opens sessions from a `LiveSource`, passes samples on in the order in which they arrive,
+and sends the events to its client in their order. Whether the model transcribes turn by turn, or
+token by token while audio is streaming, makes no difference to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TurnDetection:
     """How turns are found: OpenAI's `server_vad`, with its defaults."""
 
     threshold: float = 0.5  # a frame has a voice if it is at least so likely
-    prefix_padding_ms: int = 300  # of sound before the voice
+    prefix_padding_ms: int = 300  # of audio before the voice
     silence_duration_ms: int = 500  # after which a turn has ended
 
 
@@ -35,26 +35,25 @@ class LiveOptions:
     """What a client may choose about a live session."""
 
     language: str | None = None  # a code such as "en" or a name such as "english"; None: found
-    prompt: str = ""  # text that comes before the sound, with names or in the style that is wanted
+    prompt: str = ""  # text that comes before the audio, with names or in the style that is wanted
     # How turns are found; `None`: the client commits.
     turn_detection: TurnDetection | None = field(default_factory=TurnDetection)
     needs_logprobs: bool = False
-    # How far the text is behind the sound, for models that hear it while it goes on. `None`: as far
-    # as the model recommends.
+    # How far the text lags behind the audio, for streaming models. `None`: as the model recommends.
     delay_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechStarted:
-    """An event that is sent when a voice is heard: an item begins."""
+    """An event: a voice is detected, and an item begins."""
 
     item_id: str
-    start_ms: int  # from the begin of the session
+    start_ms: int  # from the start of the session
 
 
 @dataclass(frozen=True, slots=True)
 class SpeechStopped:
-    """An event that is sent when the voice of an item was silent for long enough."""
+    """An event: the voice of an item was silent for long enough."""
 
     item_id: str
     end_ms: int
@@ -62,7 +61,7 @@ class SpeechStopped:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """An event that is sent when the sound of an item is complete, and waits to be transcribed."""
+    """An event: the audio of an item is complete, and waits to be transcribed."""
 
     item_id: str
     previous_id: str | None
@@ -70,7 +69,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The next part of the text of an item. It is final."""
+    """An event: the next part of the text of an item, which is final."""
 
     item_id: str
     text: str
@@ -79,19 +78,19 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """An event that is sent when an item was transcribed. The deltas together are its text."""
+    """An event: an item was transcribed. The deltas together are its text."""
 
     item_id: str
     transcript: Transcript
-    audio_s: float  # of all sound since the item before: its own, and the silence between them
+    audio_s: float  # of all audio since the item before: its own, and the silence between them
     # That the transcription took, without the time for which it has waited. If the text came while
-    # the item was spoken, only the time since the end of its sound.
+    # the item was spoken, only the time since the end of its audio.
     work_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An event that is sent when an item can't be transcribed. The session goes on."""
+    """An event: an item can't be transcribed. The session continues."""
 
     item_id: str
     error: Exception
@@ -99,14 +98,14 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """An event that is sent when the sound that was not committed is dropped."""
+    """An event: the audio that was not committed is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """An event that is sent when all sound before a `flush` is transcribed, or has failed."""
+    """An event: all audio before a `flush` is transcribed, or has failed."""
 
-    audio_s: float  # of all sound since the begin, or since the flush before
+    audio_s: float  # of all audio since the start, or since the flush before
 
 
 LiveEvent = (
@@ -115,15 +114,15 @@ LiveEvent = (
 
 
 class LiveSession(Protocol):
-    """One client's sound, and what is written down of it.
+    """One client's audio, and the events with its text.
 
-    One task calls the methods, and another one reads the events. A method that takes sound waits
+    One task calls the methods, and another one reads the events. A method that takes audio waits
     while too much of it is not transcribed yet, or too many events are not read.
     """
 
     @property
     def waiting_s(self) -> float:
-        """Return the seconds of sound that were taken, and are not transcribed or dropped yet."""
+        """Return the seconds of received audio that are not transcribed or dropped yet."""
         ...
 
     def configure(self, options: LiveOptions) -> None:
@@ -135,18 +134,17 @@ class LiveSession(Protocol):
         ...
 
     async def commit(self) -> None:
-        """End the item now. Raise a `RequestError` if there is no sound for one."""
+        """End the item now. Raise a `RequestError` if there is no audio for one."""
         ...
 
     async def clear(self) -> None:
-        """Drop the sound that was not committed."""
+        """Drop the audio that was not committed."""
         ...
 
     async def flush(self) -> None:
-        """Take all sound for complete, and send `Flushed` when it is transcribed.
+        """Treat all audio as complete, and send `Flushed` when it is transcribed.
 
-        Without turn detection, what was not committed is part of it only if the model has begun to
-        write it down, or `commit` was called.
+        Without turn detection, uncommitted audio counts only if its transcription has begun.
         """
         ...
 
@@ -155,10 +153,7 @@ class LiveSession(Protocol):
         ...
 
     async def settle(self) -> None:
-        """Wait until the reader has done its work on all events so far.
-
-        So the answer to a message does not overtake the events of the messages before it.
-        """
+        """Wait until the reader has handled all events so far. No later answer overtakes them."""
         ...
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Divides a sound into turns, which are transcribed one by one, while it comes.
+"""Divides streaming audio into turns, which are transcribed one by one.
 
-With turn detection a turn begins when a voice is heard, and ends when it has been silent for some
-time. Without it the caller ends each turn. Nothing here waits or reads a clock: time is counted in
-samples from the beginning of the session.
+With turn detection a turn begins when a voice is detected, and ends when it has been silent for
+some time. Without it the caller ends each turn. Nothing here waits or reads a clock: time is
+counted in samples from the start of the session.
 
 Invariants:
   1. Turns do not overlap, and follow each other in time.
@@ -37,7 +37,7 @@ _SEARCHED = 1 / 3  # the last part of a turn that is too long, in which it is cu
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """The begin of a turn, at a sample of the session."""
+    """The start of a turn, at a sample of the session."""
 
     start: int
 
@@ -55,10 +55,7 @@ TurnEvent = TurnStarted | TurnEnded
 
 
 class AudioBufferError(RequestError):
-    """An error that is raised if the buffer can't be committed, or has no room.
-
-    `code` is the one of OpenAI's API, where that has one.
-    """
+    """An error of a buffer that can't be committed or is full. `code` is OpenAI's if it has one."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -66,7 +63,7 @@ class AudioBufferError(RequestError):
 
 
 class TurnBuffer:
-    """The sound of a session that was not committed yet, and where its turns are."""
+    """The audio of a session that was not committed yet, and where its turns are."""
 
     def __init__(
         self,
@@ -75,12 +72,12 @@ class TurnBuffer:
         make_detector: Callable[[], VoiceDetector] = SileroDetector,
     ) -> None:
         self._make_detector = make_detector
-        self._bytes = bytearray()  # of samples; what is deleted at its begin costs no copy
+        self._bytes = bytearray()  # of samples; what is deleted at its start costs no copy
         self._first = 0  # the place of the buffer's first sample in the session
         self.configure(detection)
 
     def configure(self, detection: TurnDetection | None) -> None:
-        """Find turns in another way, from now on. What was not committed is dropped."""
+        """Detect turns in another way. What was not committed is dropped."""
         self._detection = detection
         self.clear()
 
@@ -107,7 +104,7 @@ class TurnBuffer:
         self._likely: list[float] = []  # the likelihoods of the frames since its start
 
     def add(self, samples: Samples) -> list[TurnEvent]:
-        """Add sound, and return the turns that begin and end with it.
+        """Add samples, and return the turns that begin and end with them.
 
         Raise an `AudioBufferError`, and add nothing, if there is no room without turn detection.
         """
@@ -131,15 +128,15 @@ class TurnBuffer:
         return events
 
     def skip(self, num_samples: int) -> None:
-        """Count sound of the session that is not kept here. The buffer is empty."""
+        """Count samples of the session that are not kept here. The buffer is empty."""
         self._first += num_samples
         self._looked = self.end
 
     def take(self, *, is_last: bool = False) -> Samples:
-        """Return the sound of the turn that has begun, and forget it.
+        """Remove and return the audio of the turn so far. The turn's end then has only the rest.
 
-        What the turn has when it ends is the rest. It may be of any length then. Without `is_last`,
-        the sound that the detector has not looked at yet is held back. With it, the turn ends.
+        That rest may be of any length. Without `is_last`, what the detector has not looked at yet
+        is held back. With it, the turn ends.
         """
         if self._start is None:
             return np.zeros(0, np.float32)
@@ -201,13 +198,10 @@ class TurnBuffer:
         return max(threshold - _HYSTERESIS, min(threshold, _LEAST))
 
     def _cut_long(self, start: int) -> Sequence[TurnEvent]:
-        """Return the two parts of a turn that is too long: it ends, and another begins there.
-
-        It is cut where a voice is least likely in the last third of it.
-        """
+        """Cut a turn that is too long where a voice is least likely in its last third."""
         num_searched = max(1, int(len(self._likely) * _SEARCHED))
         least = int(np.argmin(self._likely[-num_searched:]))
-        num_later = num_searched - 1 - least  # frames behind the one that it is cut after
+        num_later = num_searched - 1 - least  # frames after the cut
         middle = self._looked - num_later * FRAME
         turn = self._cut(start, middle)
         self._start = middle
@@ -234,5 +228,4 @@ class TurnBuffer:
         self._first += num_dropped
 
     def _count(self, name: str) -> int:
-        """Return a time of the detection in samples."""
         return int(getattr(self._detection, name) * RATE // 1000)

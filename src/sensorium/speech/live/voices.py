@@ -1,8 +1,7 @@
-"""Tells how likely a sound has a voice in it: Silero's network, computed with numpy.
+"""Finds how likely audio has a voice in it: Silero's network, computed with numpy.
 
-The package `silero-vad` brings the weights. Its own code is not imported: that would set the number
-of torch's threads for the whole process. The network has 0.3 million weights. How long it takes is
-in `docs/adr/0040-realtime.md`.
+The package `silero-vad` has the weights. Its own code is not imported: that would set the number of
+torch's threads for the whole process. Its speed is in `docs/adr/0040-realtime.md`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sensorium.utils.silences import Samples
 
 FRAME = 512  # samples at 16 kHz
 _WEIGHTS = Path("data", "silero_vad_16k.safetensors")
-_CONTEXT = 64  # samples of the frame before that the network sees, too
+_CONTEXT = 64  # samples of the frame before that the network also sees
 _PADDING = 64
 _WINDOW, _HOP = 256, 128  # of the Fourier transform
 _NUM_WINDOWS = (_CONTEXT + FRAME + _PADDING - _WINDOW) // _HOP + 1
@@ -31,18 +30,15 @@ _NUM_STATES = 128
 
 
 class VoiceDetector(Protocol):
-    """A detector that goes through one sound from its beginning on."""
+    """A detector that goes through one stream of audio from its beginning."""
 
     def detect(self, frames: Samples) -> Sequence[float]:
-        """Return how likely each of the next frames has a voice, from 0 to 1.
-
-        `frames` has the shape (number of frames, 512).
-        """
+        """Return how likely each frame has a voice, from 0 to 1, for an array [frames, 512]."""
         ...
 
 
 class SileroDetector:
-    """A detector with Silero's network, which remembers what it has seen of one sound."""
+    """A detector with Silero's network, which remembers what it has seen of one stream."""
 
     def __init__(self) -> None:
         self._weights = _load_weights()
@@ -64,7 +60,7 @@ class SileroDetector:
         return [float(each) for each in _sigmoid(logits + weights["final_conv.bias"][0])]
 
     def _encode(self, audios: Samples) -> Samples:
-        """Return the features of frames with their contexts, as (number of frames, 128)."""
+        """Return the features [frames, 128] of frames with their contexts."""
         # numpy's own functions for padding and windows take longer than the network itself.
         mirrored = audios[:, -2 : -2 - _PADDING : -1]
         windows = np.concatenate([audios, mirrored], axis=1)[:, _PLACES]
@@ -76,7 +72,7 @@ class SileroDetector:
         return found[:, 0]
 
     def _convolve(self, found: Samples, name: str, stride: int) -> Samples:
-        """Return a convolution over three steps, and its ReLU. The shape is (frame, step, size)."""
+        """Return a convolution over three steps, and its ReLU, as [frame, step, size]."""
         weight, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
         num_steps = found.shape[1]
         padded = np.zeros((len(found), num_steps + 2, found.shape[2]), np.float32)
@@ -105,8 +101,7 @@ def _sigmoid(values: Samples) -> Samples:
 
 @cache
 def _load_weights() -> dict[str, Samples]:
-    """Return the weights by their names. They are read once for all sessions of a process."""
     package = find_spec("silero_vad")
     for folder in (package and package.submodule_search_locations) or ():
         return load_file(Path(folder) / _WEIGHTS)
-    raise SensoriumError("the package silero-vad, which finds voices in sounds, is not installed")
+    raise SensoriumError("the package silero-vad, which detects voices, is not installed")

@@ -24,42 +24,32 @@ from sensorium.worker.graphs.segments import SegmentGraphs
 from sensorium.worker.kv_cache import KVCache
 
 logger = logging.getLogger(__name__)
-_SOUNDS = "its decoder gets the sounds of new requests as well"
+_AUDIO = "its decoder gets the audio of new requests as well"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOptions:
-    """A set of engine settings that decide which CUDA graphs are captured at start.
-
-    `enforce_eager` turns graphs off. `sizes` are the batch sizes to capture for decode steps; None
-    means those that `get_decode_sizes` computes. `use_tqdm` shows progress bars on a terminal.
-    Encoders are captured while the engine runs, in `encoder_bytes` of memory. If that is not 0, the
-    engine must be the only one in its process that uses the device.
-    """
+    """A set of engine settings that decide which CUDA graphs are captured."""
 
     enforce_eager: bool = False
-    sizes: Sequence[int] | None = None  # batch sizes; None: those of `get_decode_sizes`
+    sizes: Sequence[int] | None = None  # of decode steps; None: those of `get_decode_sizes`
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    use_tqdm: bool = False
+    use_tqdm: bool = False  # shows progress bars on a terminal
+    # The memory for graphs of encoders, which are captured while the engine runs. If it is not 0,
+    # the engine must be the only one in its process that uses the device.
     encoder_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graphs:
-    """A holder of the CUDA graphs that an engine captured at its start.
-
-    `decoding` replays steps in which every request decodes one token, and `segments` replays steps
-    that contain prompt tokens. Each is None if it could not be captured. `encoders` captures and
-    replays encoders while the engine runs. `words` describes the first two for logs and status
-    pages, with the reason for a missing one.
-    """
+    """The CUDA graphs of an engine, with None for each kind that could not be captured."""
 
     decoding: DecodeGraphs | None = None  # for steps in which every request decodes
     segments: SegmentGraphs | None = None  # for steps with tokens of prompts
     encoders: EncoderGraphs | None = None
-    words: str = "none"  # a description for people, with the reason if there are none
+    words: str = "none"  # describes the first two for logs and status pages, with reasons
 
 
 NO_GRAPHS = Graphs()
@@ -67,15 +57,11 @@ NO_GRAPHS = Graphs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphParts:
-    """A set of the kernels and recorders with which CUDA graphs are captured.
-
-    `recorder` captures decode steps, `segment_recorder` captures steps that contain prompt tokens,
-    and `encoder_recorder` captures encoders. Tests pass replacements that need no GPU.
-    """
+    """The kernels and recorders that capture CUDA graphs; tests pass ones that need no GPU."""
 
     kernels: DecodeKernels
-    recorder: Recorder
-    segment_recorder: Recorder
+    recorder: Recorder  # of decode steps
+    segment_recorder: Recorder  # of steps with tokens of prompts
     encoder_recorder: Recorder
 
 
@@ -84,8 +70,7 @@ def find_graph_parts(
 ) -> GraphParts | str:
     """Return the kernels and recorders for CUDA graphs, or the reason why none can be captured.
 
-    The kernels are first run once for each kind of layer on the adapter's device. The reason is a
-    text: the kernels are not available on the device, that run failed, or its results were wrong.
+    The kernels are first run once on the model's device, for each kind of layer.
     """
     device, dtype = hf_model.device, hf_model.dtype
     if (obstacle := kernels.find_obstacle(device)) is not None:
@@ -118,11 +103,7 @@ def build_graphs(
     groups: Sequence[KVCacheGroup],
     block_size: int,
 ) -> Graphs:
-    """Capture the CUDA graphs of an engine, and return those that could be captured.
-
-    A kind of graph that can't be captured is None in the result. The reason is in `Graphs.words`,
-    and on a GPU it is also logged as a warning. With `options.enforce_eager` nothing is captured.
-    """
+    """Capture the CUDA graphs of an engine, and return those that could be captured."""
     if options.enforce_eager:
         return Graphs(words="none: they are turned off (enforce_eager)")
     started, before = monotonic(), _get_used_bytes(hf_model.device)
@@ -151,7 +132,7 @@ def build_graphs(
             sizes=token_sizes,
         )
         logger.info("capturing CUDA graphs: %d batch sizes of decode steps", len(sizes))
-        no_segments: str | None = _SOUNDS
+        no_segments: str | None = _AUDIO
         has_audio = hf_model.max_cross_positions > 0 or hf_model.is_streaming
         if not has_audio:
             logger.info("capturing CUDA graphs: %d token counts with prompts", len(token_sizes))
@@ -183,8 +164,8 @@ def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> 
     """Return the batch sizes for which decode graphs are captured, in ascending order.
 
     By default these are 1, 2, 4, the multiples of 8 below `max_num_seqs`, and `max_num_seqs`
-    itself. Sizes in `chosen` (the user's setting) are used instead; each one above `max_num_seqs`
-    is reduced to `max_num_seqs`.
+    itself. The user's `chosen` sizes are used instead, each reduced to `max_num_seqs` if it is
+    larger.
     """
     if chosen is not None:
         return tuple(sorted({min(size, max_num_seqs) for size in chosen}))
@@ -195,8 +176,8 @@ def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> 
 def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which steps with prompts are captured, in ascending order.
 
-    The last one is `max_num_tokens`, the most tokens that a step may have. The counts are so close
-    that padding to the next one adds less than a quarter to a step of more than 256 tokens.
+    They are so close that padding to the next one adds less than a quarter to a step of more than
+    256 tokens.
     """
     sizes = {16, 32, 64, 96}
     for first, last, step in ((128, 512, 64), (512, 2048, 128), (2048, max_num_tokens, 512)):
@@ -221,7 +202,7 @@ def _make_buffers(
 
 
 def _make_audios(hf_model: HfModel, max_batch: int) -> torch.Tensor | None:
-    """Return memory for the sounds that a step adds to its tokens, if the model does so."""
+    """Return memory for the streaming audio of a step, if the model takes any."""
     if not hf_model.is_streaming:
         return None
     width = int(hf_model.text_config.hidden_size)
@@ -235,11 +216,7 @@ def _describe(sizes: Sequence[int], reason: str | None) -> str:
 
 
 def _warn(words: str, reason: str, device: torch.device) -> None:
-    """Log a warning with the reason, but only if the device is a GPU.
-
-    `words` is a format string with one `%s` for the reason. A CPU never has CUDA graphs, so nothing
-    is logged for it.
-    """
+    """Log a warning on a GPU only, because a CPU never has CUDA graphs."""
     if device.type == "cuda":
         logger.warning(words, reason)
 
@@ -254,10 +231,7 @@ def _log_cost(device: torch.device, started: float, before: tuple[int, int]) -> 
 
 
 def _get_used_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the bytes in use on a CUDA device, and the bytes that torch has reserved there.
-
-    The second number is part of the first one. Both are 0 for any other device.
-    """
+    """Return the bytes in use on a CUDA device, and those of them that torch has reserved."""
     if device.type != "cuda":
         return 0, 0
     free, total = torch.cuda.mem_get_info(device)

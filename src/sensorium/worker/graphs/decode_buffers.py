@@ -30,11 +30,7 @@ from sensorium.worker.request_states import RequestTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeInputs:
-    """A set of input tensors that the CUDA graph of one batch size B reads.
-
-    The tensors are views of the fixed memory of `DecodeBuffers`. The slots (where to store new keys
-    and values) and the block tables have one tensor for each group of layers with the same window.
-    """
+    """The input tensors of the CUDA graph of one batch size B, as views of `DecodeBuffers`."""
 
     input_ids: torch.Tensor  # [B]
     positions: torch.Tensor  # [B], or [3, B] with M-RoPE
@@ -42,10 +38,10 @@ class DecodeInputs:
     # [B], nonzero for long requests. None if the model treats all lengths alike.
     is_long: torch.Tensor | None
     cross_lens: torch.Tensor | None  # [B], of media; None if the model has no cross-attention
-    # [B, hidden], and [B] in tokens. None if the model does not take sounds while they go on.
+    # [B, hidden], and [B] in tokens. None if the model does not take streaming audio.
     audios: torch.Tensor | None
     delays: torch.Tensor | None
-    slots: tuple[torch.Tensor, ...]  # per group: [B]
+    slots: tuple[torch.Tensor, ...]  # per group: [B], where new keys and values are stored
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [B, blocks of the longest request]
 
     def get_lengths(self, *, is_cross: bool) -> torch.Tensor:
@@ -73,7 +69,7 @@ class DecodeBuffers:
         max_cross_positions: int = 0,
         has_mrope: bool,
         has_long_factors: bool,
-        audios: torch.Tensor | None = None,  # [B, hidden], for models that take sounds
+        audios: torch.Tensor | None = None,  # [B, hidden], for models that take streaming audio
         device: torch.device,
     ) -> None:
         self._audios = audios
@@ -100,9 +96,9 @@ class DecodeBuffers:
     ) -> DecodeInputs:
         """Copy the rows of a step to the device, padded to `size` rows, and return their tensors.
 
-        A row is one request of the step, whose blocks are in `table`. `unread` are the tokens that
-        the step before has chosen, and `sounds` the parts of their sounds. For the same `size`, the
-        tensors have the same addresses each time, as a CUDA graph requires.
+        `unread` are the tokens that the step before has chosen, and `audios` the embeddings of the
+        audio at their positions. For the same `size`, the tensors have the same addresses each
+        time, as a CUDA graph requires.
         """
         columns = get_decode_columns(rows, table, self._block_size)
         arrays = self._make_arrays(columns, table, size)
@@ -135,10 +131,7 @@ class DecodeBuffers:
     def _make_arrays(
         self, columns: DecodeColumns, table: RequestTable, size: int
     ) -> dict[str, npt.NDArray[np.generic]]:
-        """Return the arrays of a step, padded to `size` requests but for the block tables.
-
-        The block tables come last, because their size changes from step to step.
-        """
+        """Return the arrays of a step, padded to `size` requests except for the block tables."""
         positions = columns.positions if self._has_mrope else columns.positions[0]
         arrays: dict[str, npt.NDArray[np.generic]] = {
             "input_ids": _pad(columns.input_ids, size, 0),

@@ -44,8 +44,7 @@ class DecodeKernels(Protocol):
         """Store the keys and values of one new token per request in the KV cache of a layer.
 
         Keys and values are [1, K, B, D], with K key heads of size D and B requests. `slots` [B] has
-        the index in the cache for each request; requests with a slot below 0 are padding and are
-        skipped.
+        the index in the cache for each request. Those below 0 are padding, and are skipped.
         """
 
     def attend(
@@ -97,10 +96,7 @@ class TritonKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeResult:
-    """A set of views of the logits and likeliest tokens that a replayed decode step computed.
-
-    The next replay overwrites both tensors.
-    """
+    """Views of the results of a replayed decode step, which the next replay overwrites."""
 
     logits: torch.Tensor  # float32 [rows, vocabulary]
     likeliest: torch.Tensor  # int64 [rows], the result of `mark_likeliest`
@@ -118,10 +114,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """A set of CUDA graphs for decode steps, one for each captured batch size.
-
-    `capture` captures them at start, `find_size` selects one for a step, and `replay` runs it.
-    """
+    """A set of CUDA graphs for decode steps, one for each captured batch size."""
 
     def __init__(
         self,
@@ -148,11 +141,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture a CUDA graph for each batch size, and return None if all of them work.
-
-        Otherwise return the reason why one can't be captured; then no graph is kept. `use_tqdm`
-        shows a progress bar on a terminal.
-        """
+        """Capture a CUDA graph for each batch size, or none and return the reason if one fails."""
         reason = capture_sizes(self._sizes, self._capture_size, what="graphs", use_tqdm=use_tqdm)
         if reason is not None:
             self._captured.clear()
@@ -184,11 +173,7 @@ class DecodeGraphs:
         return RequestTable(len(self._windows), self._cross_group)
 
     def find_size(self, rows: Sequence[Row]) -> int | None:
-        """Return the smallest captured batch size that fits a step, or None if no graph fits.
-
-        None is returned if a row does more than decode one token, or if there are more rows than in
-        the largest graph.
-        """
+        """Return the smallest size for a step in which all decode, or None if none fits."""
         return find_size(self._sizes, len(rows)) if all(map(is_decoding, rows)) else None
 
     def replay(
@@ -199,18 +184,13 @@ class DecodeGraphs:
         unread: torch.Tensor | None = None,
         audios: torch.Tensor | None = None,
     ) -> DecodeResult:
-        """Compute a step with the graph of `size` rows, and return its results.
-
-        The blocks of the requests are in `table`. `unread` are the tokens that the step before has
-        chosen, and `sounds` [rows, hidden] the parts of sounds that are added to them.
-        """
+        """Compute a step with the graph of `size` rows, from what `DecodeBuffers.fill` takes."""
         self._buffers.fill(rows, size, table, unread, audios)
         captured = self._captured[size]
         captured.recording.replay()
         return captured.results.get_front(len(rows))
 
     def _compute(self, inputs: DecodeInputs) -> DecodeResult:
-        """Return the logits and the likeliest tokens of a decode step, computed from its inputs."""
         hf_model = self._hf_model
         at = None
         if inputs.audios is not None:
@@ -227,11 +207,7 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeCall:
-    """An implementation of `AttentionCall` that computes the attention of one decode step.
-
-    The decoder calls it in every layer instead of its own attention. It stores the new keys and
-    values in the KV cache and attends to the cached ones.
-    """
+    """An implementation of `AttentionCall`, which the decoder calls in a captured decode step."""
 
     kv_cache: KVCache
     kernels: DecodeKernels

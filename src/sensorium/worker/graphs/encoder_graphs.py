@@ -1,9 +1,9 @@
-"""Replays encoders as CUDA graphs, for media items of shapes that come again.
+"""Replays encoders as CUDA graphs, for media items of shapes that occur again.
 
 An encoder launches hundreds of kernels for one media item. On many machines the host needs more
 time to launch them than the device needs to compute them, so the device waits. A replay is one
 launch. A graph serves one media item of one shape. Which shapes users send is not known at start,
-so an encoder is captured while the engine runs, when a shape has come a few times. A step with
+so an encoder is captured while the engine runs, when a shape has occurred a few times. A step with
 several items of a modality gives the device enough to do, and is never replayed.
 
 A captured encoder reads its numbers from fixed memory. Tensors of integers and bools, for example
@@ -30,7 +30,7 @@ from sensorium.worker.graphs.recorder import Break, Recorder, Recording
 
 logger = logging.getLogger(__name__)
 
-# A shape that has come this often is captured when it comes once more.
+# A shape that has occurred this often is captured when it occurs once more.
 NUM_BEFORE_CAPTURE = 2
 _MAX_GRAPHS = 16
 _MAX_COUNTED = 1024  # shapes
@@ -61,11 +61,9 @@ class _Captured:
 class EncoderGraphs:
     """A set of CUDA graphs that compute the embeddings of one media item at a time.
 
-    There is one graph for each shape that came often. If there is no room for another one, the
-    shape that came least gives up its graph, but only to one that came twice as often. Otherwise
-    graphs would be captured all the time if there are more shapes than room.
-
-    Graphs take about `max_bytes` of memory. An encoder that needs more for its work has no graph.
+    There is one graph for each shape that occurred often. If there is no room for another one, the
+    shape that occurred least gives up its graph, but only to one that occurred twice as often.
+    Otherwise graphs would be captured all the time if there are more shapes than room.
 
     A capture changes a setting of the whole process for a moment: every wait for the device is an
     error. So this may be used only in a process that does nothing else with the device.
@@ -75,7 +73,7 @@ class EncoderGraphs:
         self._hf_model = hf_model
         self._recorder = recorder
         self._captured: dict[Hashable, _Captured] = {}
-        # How often a shape has come, the one that came last at the end. It has all captured ones.
+        # How often each shape has occurred, the latest one last. It has all captured ones.
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
         self._num_counted = 0
         self._refused_keys: set[Hashable] = set()
@@ -98,10 +96,7 @@ class EncoderGraphs:
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the embeddings of media items, as `HfModel.encode` does.
-
-        They are replayed if there is one item and a graph for its shape.
-        """
+        """Return the embeddings of media items as `HfModel.encode` does, by a graph if one fits."""
         hf_model = self._hf_model
         if len(items) > 1 or len(self._refusals.get(modality, ())) >= _NUM_REFUSALS:
             return hf_model.encode(modality, items, num_embeds)
@@ -129,7 +124,7 @@ class EncoderGraphs:
                 self._counts[name] //= 2
 
     def _is_due(self, key: Hashable) -> bool:
-        """Return whether a shape came often enough to be captured."""
+        """Return whether a shape occurred often enough to be captured."""
         count = self._counts[key]
         if count <= NUM_BEFORE_CAPTURE or key in self._refused_keys:
             return False
@@ -148,7 +143,7 @@ class EncoderGraphs:
         hf_model = self._hf_model
         self._pool.begin()
         [expected] = hf_model.encode(modality, items, num_embeds)
-        # What is no number is judged by the caller. It says nothing about graphs.
+        # The caller handles NaN and infinity, which mean nothing for graphs.
         if not self._pool.has_room() or not bool(torch.isfinite(expected).all()):
             self._counts[key] = 0  # the next attempt comes as late as this one
             return expected
@@ -180,10 +175,7 @@ class EncoderGraphs:
         num_embeds: Sequence[int],
         output: torch.Tensor,
     ) -> _Captured:
-        """Capture a graph that writes the embeddings of an item like this one to `output`.
-
-        Raises an error if the encoder waits for the device.
-        """
+        """Capture a graph that encodes items like this one, or raise if the encoder waits."""
         hf_model = self._hf_model
         # A model may change its inputs, and those of the item are cached.
         item = {name: tensor.clone() for name, tensor in items[0].items()}
@@ -208,10 +200,7 @@ class EncoderGraphs:
         return _Captured(recording=recording, inputs=fixed, output=output, copies=copies)
 
     def _refuse(self, key: Hashable, modality: str, reason: object) -> None:
-        """Note that the encoder of a shape can't be captured.
-
-        After a few shapes, the graphs of the modality are dropped and no more are captured.
-        """
+        """Note that a shape's encoder can't be captured; after a few, give up its modality."""
         self._refused_keys.add(key)
         words = " ".join(str(reason).split())[:300]
         reasons = self._refusals.setdefault(modality, [])
@@ -229,10 +218,7 @@ class EncoderGraphs:
 
 
 def _describe(batch: Mapping[str, torch.Tensor]) -> Hashable | None:
-    """Return a key that is equal for batches that one graph serves, or None if it would be large.
-
-    Shapes and types must be equal, and all numbers that are integers.
-    """
+    """Return a key that is equal for batches that one graph serves, or None if it is too large."""
     integers = [tensor for tensor in batch.values() if not tensor.is_floating_point()]
     if sum(tensor.nbytes for tensor in integers) > _MAX_KEY_BYTES:
         return None
@@ -250,8 +236,8 @@ def _describe(batch: Mapping[str, torch.Tensor]) -> Hashable | None:
 def _find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
     """Return how much two embeddings of an item differ, or None if it is only rounding.
 
-    A replay runs the same kernels on the same numbers. Only what was computed on the host from
-    integers may be rounded in another way. The largest relative difference of a row counts.
+    A replay runs the same kernels on the same numbers. Only what the host computes from integers
+    may be rounded in another way. The largest relative difference of a row counts.
     """
     rows, others = expected.float(), found.float()
     distances = (others - rows).norm(dim=-1) / rows.norm(dim=-1).clamp_min(1e-6)
@@ -264,7 +250,7 @@ def _find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
 def _forbid_waiting(device: torch.device) -> Iterator[None]:
     """Make torch raise an error where it would wait for the device, inside a `with`.
 
-    A capture would fail there too, but such a failure can leave torch's memory in disorder.
+    A capture would fail there as well, but such a failure can leave torch's memory in disorder.
     """
     if device.type != "cuda":
         yield
@@ -284,7 +270,7 @@ class _PoolMemory:
 
     def __init__(self, device: torch.device, max_bytes: int) -> None:
         self._device = device
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes  # for all graphs, and for the work of one encoder
         self._num_bytes = 0  # taken by all captures so far
         self._allocated = self._reserved = 0  # by torch, before an attempt
 

@@ -1,8 +1,7 @@
 """Captures the work of a function on the device as CUDA graphs, so that it can be replayed.
 
-A recording is such a captured function. It may be split into several graphs: at each break between
-two of them, something runs that can't be captured. `capture_sizes` captures a function for all
-sizes of an engine.
+A recording may be split into several graphs: at each break between two of them, something runs that
+can't be captured.
 """
 
 from __future__ import annotations
@@ -19,39 +18,28 @@ import torch
 from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
-Break = Callable[[int], None]  # called with the index of a break (see `Recording`)
+Break = Callable[[int], None]  # called with the index of a break, from 0 on
 
 
 def ignore_break(_: int) -> None:
-    """Do nothing at a break; this is the default callback of `Recording.replay`."""
+    """Do nothing at a break, which is the default of `Recording.replay`."""
 
 
 class Recording(Protocol):
-    """A function's work on the device that was captured, for example as CUDA graphs.
-
-    A break is a point at which the capture is split into two graphs, because something that can't
-    be captured has to run in between.
-    """
+    """A function's work on the device that was captured, for example as CUDA graphs."""
 
     def replay(self, at_break: Break = ignore_break) -> None:
-        """Repeat the captured work on the same memory, with the present content of that memory.
-
-        At each break, `at_break` is called with the index of the break, starting at 0.
-        """
+        """Repeat the captured work on the same memory, with its present content."""
 
 
 class Recorder(Protocol):
-    """An interface for capturing the work of a function on the device so that it can be replayed.
-
-    Tests have an implementation that needs no GPU.
-    """
+    """An interface for capturing a function's work; tests have one that needs no GPU."""
 
     def record(self, function: Callable[[Break], None]) -> Recording:
         """Run a function once, and return a recording of the work that it started on the device.
 
-        The function must read and write fixed memory only, and must never wait for the device. It
-        gets a callback, and calls it with the index of the break wherever the capture has to be
-        split.
+        The function must read and write fixed memory only, and must never wait for the device.
+        Wherever the capture has to be split, it calls the `Break` that it gets.
         """
 
 
@@ -108,8 +96,8 @@ class CudaRecorder:
 def pause_garbage_collection() -> Iterator[None]:
     """Let Python free no objects in reference cycles, inside a `with`.
 
-    Such an object may hold a CUDA graph. CUDA does not allow to destroy a graph while another one
-    is captured, and the capture would fail.
+    Such an object may hold a CUDA graph. CUDA forbids destroying a graph while another one is
+    captured, and the capture would fail.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -137,11 +125,9 @@ class _CudaRecording:
 def capture_sizes(
     sizes: Sequence[int], capture: Callable[[int], str | None], *, what: str, use_tqdm: bool
 ) -> str | None:
-    """Call `capture` for each size, the largest first, and return None if all sizes work.
+    """Call `capture` for each of the ascending sizes, the largest first, until one fails.
 
-    Otherwise stop at the first size that can't be captured, and return the reason. `sizes` are in
-    ascending order. `capture` returns a reason or raises an error if it fails, and returns None if
-    it succeeds. `what` is the text of the progress bar, which `use_tqdm` shows on a terminal.
+    Return the reason if one fails, which `capture` returns or raises, or else None.
     """
     for size in tqdm(
         sizes[::-1],
@@ -162,12 +148,7 @@ def capture_sizes(
 
 
 def find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Return the largest difference between two results as a text, or None if it is only rounding.
-
-    `found` is the result of a replay, and `expected` the result of the same computation without a
-    graph. `dtype` is the type that the model computes in; it decides how large rounding errors may
-    be.
-    """
+    """Return the largest difference of two results, or None if it is only rounding in `dtype`."""
     scale = max(float(expected.abs().max()), 1.0)
     distance = float((found - expected).abs().max())
     is_near = distance <= 64 * torch.finfo(dtype).eps * scale  # false for NaN
@@ -175,9 +156,6 @@ def find_distance(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtyp
 
 
 def find_size(sizes: Sequence[int], number: int) -> int | None:
-    """Return the smallest of the sizes that is at least `number`, or None if all are smaller.
-
-    `sizes` must be in ascending order.
-    """
+    """Return the smallest of the ascending sizes that is at least `number`, or None."""
     index = bisect_left(sizes, number)
     return sizes[index] if index < len(sizes) else None

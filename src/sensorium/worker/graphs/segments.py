@@ -43,7 +43,7 @@ class StoreKernel(Protocol):
         """Store the keys and values of N new tokens in the KV cache of a layer.
 
         Keys and values are [1, K, N, D], with K key heads of size D. `slots` [N] has the index in
-        the cache for each token; tokens with a slot below 0 are padding and are skipped.
+        the cache for each token. Those below 0 are padding, and are skipped.
         """
 
 
@@ -71,7 +71,7 @@ class _Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Break:
-    """A point where a CUDA graph capture is split, because attention runs outside of the graph."""
+    """A point where a capture is split, because attention runs outside of the graphs."""
 
     layer_index: int
     scaling: float | None
@@ -87,10 +87,7 @@ class _Captured:
 
 
 class Attend(Protocol):
-    """A function that computes the attention of one layer in a step, outside of CUDA graphs.
-
-    The new keys and values are already in the KV cache when it is called.
-    """
+    """A function that computes a layer's attention with keys and values that are already stored."""
 
     def __call__(
         self,
@@ -104,11 +101,7 @@ class Attend(Protocol):
 
 
 class SegmentGraphs:
-    """A set of CUDA graphs for steps that contain prompt tokens, split at each attention layer.
-
-    There is one series of graphs for each captured number of tokens. `capture` captures them at
-    start, `find_size` selects one for a step, and `replay` runs it.
-    """
+    """A set of CUDA graphs, in one series for each captured number of tokens."""
 
     def __init__(
         self,
@@ -135,11 +128,7 @@ class SegmentGraphs:
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture CUDA graphs for each number of tokens, and return None if all of them work.
-
-        Otherwise return the reason why one can't be captured; then no graph is kept. `use_tqdm`
-        shows a progress bar on a terminal.
-        """
+        """Capture graphs for each number of tokens, or none and return the reason if one fails."""
         reason = capture_sizes(
             self._sizes, self._capture_size, what="graphs of prompts", use_tqdm=use_tqdm
         )
@@ -188,11 +177,7 @@ class SegmentGraphs:
         return None
 
     def _compute(self, size: int, breaks: list[_Break], break_here: Break) -> None:
-        """Run the decoder on the first `size` rows of fixed memory, and store the hidden states.
-
-        At each attention layer a new entry is appended to `breaks`, and `break_here` is called with
-        its index.
-        """
+        """Run the decoder on the first `size` rows of fixed memory, and store the hidden states."""
         hf_model, memory = self._hf_model, self._memory
         extra = {name: memory.get(name, size)[None] for name in self._extra_shapes}
         positions = memory.get("positions", size)
@@ -210,11 +195,7 @@ class SegmentGraphs:
     # ---- in a step
 
     def find_size(self, num_tokens: int, extra: Mapping[str, Any]) -> int | StepMode:
-        """Return the smallest captured number of tokens that fits a step, or why none can be used.
-
-        The reason is a `StepMode`: the step has more tokens than were captured, or the decoder gets
-        other extra arguments in `extra` than at capture.
-        """
+        """Return the smallest captured number of tokens that fits a step, or why none does."""
         shapes = {
             name: tensor.shape[2:] if isinstance(tensor, torch.Tensor) else None
             for name, tensor in extra.items()
@@ -230,16 +211,13 @@ class SegmentGraphs:
         positions: torch.Tensor,  # [N], or [3, N]
         extra: Mapping[str, torch.Tensor],
         *,
-        is_long: torch.Tensor | None,
-        slots: Sequence[torch.Tensor],  # per group: [N]
+        is_long: torch.Tensor | None,  # bool [N]; None: the model treats all lengths alike
+        slots: Sequence[torch.Tensor],  # per group: [N], where new keys and values are stored
         attend: Attend,
     ) -> torch.Tensor:
         """Replay the graphs of `size` tokens for a step, and return its hidden states [N, hidden].
 
-        `attend` computes attention between two graphs. `slots` are the indices in the KV cache at
-        which the graphs store new keys and values. `is_long` [N] marks tokens that use the long
-        rotary factors; None means that the model has only one set. The next replay overwrites the
-        result.
+        `attend` runs between two graphs. The next replay overwrites the result.
         """
         num_tokens = embeds.shape[1]
         self._fill(size, embeds, positions, extra, is_long=is_long, slots=slots)
@@ -278,7 +256,7 @@ class SegmentGraphs:
             memory.put(name, tensor[0])
         for index, group_slots in enumerate(slots):
             memory.put(_name_slots(index), group_slots)
-            # The slots of an earlier step lie behind these, and must not be written.
+            # The slots of an earlier step lie after these, and must not be written.
             memory.get(_name_slots(index), size)[len(group_slots) :].fill_(NO_SLOT)
 
 
@@ -287,28 +265,18 @@ def _name_slots(group_index: int) -> str:
 
 
 class _FixedMemory:
-    """A set of named tensors that stay at fixed addresses, as CUDA graphs require.
-
-    Each tensor has `num_rows` rows, one for every token of the largest captured step.
-    """
+    """A set of named tensors that stay at fixed addresses, as CUDA graphs require."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._tensors: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Copy rows into the first rows of the named tensor, and return that part of the tensor.
-
-        The tensor is allocated if it does not exist yet.
-        """
+        """Copy rows to the beginning of the named tensor, and return that part of it."""
         return self.make(name, rows).copy_(rows)
 
     def make(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return as many first rows of the named tensor as `like` has, without writing to them.
-
-        The tensor is allocated at the first call, with the dtype, the device and the row shape of
-        `like`.
-        """
+        """Return as many first rows of the named tensor as `like` has, without writing to them."""
         if name not in self._tensors:
             shape = (self._num_rows, *like.shape[1:])
             self._tensors[name] = torch.zeros(shape, dtype=like.dtype, device=like.device)
@@ -320,11 +288,10 @@ class _FixedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentCall:
-    """An implementation of `AttentionCall` that splits a CUDA graph capture at each attention.
+    """An implementation of `AttentionCall`, which the decoder calls in a captured segment.
 
-    The decoder calls it in every layer instead of its own attention. It stores the new keys and
-    values in the KV cache, ends the present graph with `break_here`, and returns the fixed tensor
-    into which attention will write its output.
+    It stores the new keys and values, ends the present graph with `break_here`, and returns the
+    fixed tensor into which attention will write its output.
     """
 
     memory: _FixedMemory

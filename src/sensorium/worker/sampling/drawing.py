@@ -21,11 +21,7 @@ _WIDTHS = (64, 1024)
 
 
 def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Return the arrays that `draw` needs, or an empty dictionary if all rows are greedy.
-
-    Each row describes how the next token of one request is chosen. The arrays of a filter are
-    included only if some row uses it.
-    """
+    """Return the arrays that `draw` needs, which are none if all rows are greedy."""
     random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if not random:
         return {}
@@ -51,10 +47,10 @@ def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 
 
 def _get_width(top_k: int, top_p: float | None) -> int | None:
-    """Return how many of the likeliest tokens a filter has to look at.
+    """Return how many of the likeliest tokens a filter has to look at, or None without a filter.
 
-    The result is one of `_WIDTHS`, where 0 stands for all tokens, or None if there is no filter. It
-    does not depend on other rows, so that what they ask for can't change how numbers are rounded.
+    It is one of `_WIDTHS`, or 0 for all tokens. It does not depend on other rows, so that what they
+    ask for can't change how numbers are rounded.
     """
     if not top_k and top_p == 1.0:
         return None
@@ -62,10 +58,7 @@ def _get_width(top_k: int, top_p: float | None) -> int | None:
 
 
 def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a random token id for each row of the logits that is listed in `random_rows`.
-
-    `logits` are [B, vocabulary]. `tensors` are the arrays of `prepare_draw`, on the device.
-    """
+    """Return a random token id for each row of logits [B, vocabulary] in `random_rows`."""
     scaled = logits.index_select(0, tensors["random_rows"])
     probs = (scaled / tensors["temperature"].float()[:, None]).softmax(-1)
     weights = probs
@@ -82,10 +75,9 @@ def draw(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def get_uniforms(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Return one number in [0, 1) for each pair of a seed and an index, computed as their hash.
+    """Return one number in [0, 1) for each pair of a seed and an index, as their hash.
 
-    The same pair always gives the same number. The hash is the finaliser of SplitMix64, applied
-    twice.
+    The hash is the finaliser of SplitMix64, applied twice.
     """
     words = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -108,8 +100,8 @@ def _filter(
 
     First only the `top_k` likeliest tokens of each row are kept. Of these, as few as possible are
     kept, the likeliest first, until they hold the share `top_p` of their total probability. Of
-    equally likely tokens those with smaller ids come first. `width` is at least the largest
-    `top_k`, or 0; only so many of the likeliest tokens of each row are sorted, or all with 0.
+    equally likely tokens those with smaller ids come first. Only the `width` likeliest tokens of
+    each row are sorted, at least the largest `top_k`; 0 means all.
     """
     if width:
         ranked = probs.topk(min(width, probs.shape[-1])).values
@@ -128,9 +120,8 @@ def _filter(
 def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the index in each row at which the cumulative weight first exceeds `uniform`.
 
-    `uniform` [rows] has numbers in [0, 1), and the cumulative weight is taken as a share of the
-    row's total. So uniform random numbers give each index with a probability in proportion to its
-    weight.
+    The weight is taken as a share of the row's total. So uniform numbers [rows] in [0, 1) give each
+    index with a probability in proportion to its weight.
     """
     cumulative = weights.double().cumsum(-1)
     target = uniform[:, None] * cumulative[:, -1:]

@@ -21,10 +21,7 @@ _Edited = Sequence[tuple[int, SamplingRow]]  # the rows that have edits, with th
 
 
 def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Return the arrays that `apply_edits` needs, or an empty dictionary if no logit is changed.
-
-    The arrays are on the host, and describe the bias, penalties, masks and bans of all rows.
-    """
+    """Return the arrays that `apply_edits` needs, which are none if no logit is changed."""
     edited = [(index, row) for index, row in enumerate(rows) if row.is_edited]
     if not edited:
         return {}
@@ -47,10 +44,7 @@ def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 
 
 def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a copy of the float32 logits [B, vocabulary] with bias, penalties and bans applied.
-
-    `tensors` are the arrays of `prepare_edits`, on the device. The logit of a banned token is -inf.
-    """
+    """Return a copy of the float32 logits [B, vocabulary] with all edits; banned ones are -inf."""
     edited = logits.clone(memory_format=torch.contiguous_format)
     flat = edited.view(-1)
     if "bias_at" in tensors:
@@ -80,11 +74,10 @@ def _keep_allowed(logits: torch.Tensor, rows: torch.Tensor, allowed_at: torch.Te
 
 
 def _keep_masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """Set the logits of the tokens that the grammar masks of some rows forbid to -inf, in place.
+    """Set the logits that the grammar masks of some rows forbid to -inf, in place.
 
-    `rows` are the indices of the rows that have a mask. The masks `words` [rows, words of 64 bits]
-    are read as bytes: the lowest bit of the first byte is token 0, and a bit that is set allows its
-    token.
+    The masks `words` [rows, words of 64 bits] are read as bytes: the lowest bit of the first byte
+    is token 0, and a bit that is set allows its token.
     """
     places = torch.arange(8, dtype=torch.uint8, device=logits.device)
     bits = torch.bitwise_left_shift(torch.ones_like(places), places)
@@ -113,10 +106,7 @@ def _keep_times(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 def _prepare_times(edited: _Edited) -> Arrays:
-    """Return arrays with the rows that have rules for timestamps, and their banned ranges.
-
-    All rows get the same number of ranges. Those that are added are empty.
-    """
+    """Return the rows with rules for timestamps, and equally many banned ranges of each."""
     ruled = [(index, row.banned_ranges, row) for index, row in edited if row.banned_ranges]
     most = max(len(ranges) for _, ranges, _ in ruled)
     padded = [[*ranges, *[(0, 0)] * (most - len(ranges))] for _, ranges, _ in ruled]
@@ -167,10 +157,7 @@ def _prepare_penalties(edited: _Edited, vocab_size: int) -> Arrays:
 
 
 def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
-    """Return arrays with the rows that have `allowed_token_ids`, and the places of these tokens.
-
-    `allowed_at` are indices into the flattened logits of only the rows in `allowed_rows`.
-    """
+    """Return the rows with `allowed_token_ids`, and the places of these in those rows alone."""
     allowed = [
         (index, row.params.allowed_token_ids)
         for index, row in edited
@@ -183,10 +170,10 @@ def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
 
 
 def _prepare_masks(edited: _Edited, vocab_size: int) -> Arrays:
-    """Return arrays with the rows that have a grammar mask, and the masks as 64-bit words.
+    """Return the rows with grammar masks, and the masks as 64-bit words.
 
-    The masks are cut or padded with zeros to the vocabulary, because a mask may have fewer bits
-    than the model has logits, or more. Tokens without a bit are banned.
+    A mask may have fewer bits than the model has logits, or more: it is cut, or padded with zeros,
+    which ban their tokens.
     """
     masks = [(index, row.mask) for index, row in edited if row.mask is not None]
     words = np.zeros((len(masks), -(-vocab_size // 64)), dtype=np.int64)

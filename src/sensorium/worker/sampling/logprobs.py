@@ -15,11 +15,9 @@ def compute_logprobs(
 ) -> dict[str, torch.Tensor]:
     """Return the log-probabilities and ranks of token ids [B] in the logits [B, vocabulary].
 
-    The results are tensors on the device. `chosen` [B] has the log-probabilities of the given
-    tokens, and `ranks` [B] their ranks; the likeliest token has rank 1. `top_ids` and `top_values`
-    [B, k] have the k likeliest tokens of each position, the likeliest first. With `has_top` these
-    are `MAX_LOGPROBS`, else none. Some media placeholders have an id outside the vocabulary; their
-    log-probability is -inf.
+    The tensors are on the device: `chosen` and `ranks` [B] (the likeliest token has rank 1), and
+    `top_ids` and `top_values` [B, k], the likeliest first. With `has_top` k is `MAX_LOGPROBS`, else
+    0. Some media placeholders have an id outside the vocabulary; their log-probability is -inf.
     """
     # The number is the same for all rows: it decides which tokens of a tie come first, and that
     # must not depend on what other requests ask for.
@@ -40,10 +38,7 @@ def compute_logprobs(
 
 
 def to_entries(tensors: Mapping[str, torch.Tensor], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Return one entry for each position of what `compute_logprobs` returned, on the host.
-
-    `counts` has the number of likeliest tokens to include for each position.
-    """
+    """Return the results of `compute_logprobs` on the host, with `counts` top tokens for each."""
     names = ("chosen", "ranks", "top_ids", "top_values")
     columns = zip(*(tensors[name].tolist() for name in names), counts, strict=True)
     return [

@@ -45,11 +45,7 @@ _FAILURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerOutput:
-    """The result of a sampling call, with one token for each row (a request of the batch).
-
-    A row without a usable token has None as its token id, and the reason is in `failures`. The
-    entry in `logprobs` is None for a row that did not ask for log-probabilities.
-    """
+    """The chosen tokens of a batch, with one entry for each row (a request)."""
 
     token_ids: tuple[int | None, ...]  # None for a row in `failures`
     logprobs: tuple[TokenLogprobs | None, ...]  # None for a row that does not want them
@@ -57,10 +53,7 @@ class SamplerOutput:
 
 
 class Sampling:
-    """The tokens of a batch that the device chooses, until the host reads them.
-
-    `token_ids` [B] are on the device. A row without a usable token has a number below 0.
-    """
+    """The tokens of a batch that the device chooses, until the host reads them."""
 
     def __init__(
         self,
@@ -68,7 +61,7 @@ class Sampling:
         rows: Sequence[SamplingRow],
         logprobs: Mapping[str, torch.Tensor],
     ) -> None:
-        self.token_ids = token_ids
+        self.token_ids = token_ids  # [B] on the device, below 0 in a row without a usable token
         self._rows = rows
         self._has_logprobs = bool(logprobs)
         self._download = Download({"token_ids": token_ids, **logprobs})
@@ -95,10 +88,7 @@ class Sampling:
 
 
 class Sampler:
-    """A sampler that chooses the next token of each request in a batch.
-
-    It keeps the buffer through which its arrays are copied to the device.
-    """
+    """A sampler that chooses the next token of each request in a batch."""
 
     def __init__(self, *, device: torch.device) -> None:
         self._staging = StagingBuffer(device=device, num_words=1 << 10)
@@ -109,12 +99,9 @@ class Sampler:
         rows: Sequence[SamplingRow],
         likeliest: torch.Tensor | None = None,
     ) -> Sampling:
-        """Choose a token for each row of float32 logits [B, vocabulary].
+        """Choose a token for each row of float32 logits [B, vocabulary], without waiting for it.
 
-        `rows` has the sampling parameters and state of each request. Rows that ask for
-        log-probabilities get them as well. `likeliest` is the result of `mark_likeliest` for these
-        logits if the caller already has it; None makes the sampler compute what it needs. The host
-        does not wait for the result.
+        `likeliest` is what `mark_likeliest` returns for these logits, if the caller has it.
         """
         edits = prepare_edits(rows, logits.shape[-1])
         arrays = edits | prepare_draw(rows, logits.shape[-1]) | _prepare_logprobs(rows)
@@ -140,10 +127,7 @@ class Sampler:
 
 
 def mark_likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of the likeliest token of each row [B], or -1 if its logit is not finite.
-
-    A row that contains a NaN gets -1 as well.
-    """
+    """Return the likeliest token of each row [B], or -1 if its logit is infinite or any is NaN."""
     return _mark(*logits.max(dim=-1))
 
 

@@ -1,8 +1,8 @@
 """Describes how the next token of one request is to be chosen.
 
 Which tokens are penalised and which are banned follows from the tokens of the request so far. That
-state is kept for each request and updated token by token, so that a step does not have to read the
-whole text again. It lies in host memory; `worker.sampling.logits_edits` makes tensors of it.
+state is updated token by token, so that a step does not read the whole text again. It lies in host
+memory; `worker.sampling.logits_edits` makes tensors of it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_TOKEN_ID = 2**31 - 1
 class TokenCounts:
     """A counter of how often each distinct token of a request occurs in its output.
 
-    With a repetition penalty the tokens of the prompt are listed too, including the placeholders of
-    media. A token that occurs only in the prompt has the count 0.
+    With a repetition penalty it also lists the tokens of the prompt, including media placeholders;
+    one that occurs only there has the count 0.
     """
 
     def __init__(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
@@ -45,7 +45,6 @@ class TokenCounts:
         return self._num_in_output.values
 
     def add(self, token_id: int) -> None:
-        """Increase the count of a token that was appended to the output."""
         place = self._place_of.setdefault(token_id, len(self._token_ids))
         if place == len(self._token_ids):
             self._token_ids.extend((token_id,))
@@ -67,11 +66,7 @@ class SequenceBans:
                 self._after.setdefault(sequence[-2], []).append(entry)
 
     def get_banned(self, token_ids: IntArray, *, num_output_tokens: int) -> tuple[int, ...]:
-        """Return the ids of the tokens that must not come next.
-
-        `token_ids` are those of the prompt and of the output so far. Some tokens are banned only as
-        the first of the output, when `num_output_tokens` is 0.
-        """
+        """Return the tokens that may not follow those of the prompt and of the output so far."""
         banned = self._always
         if num_output_tokens == 0:
             banned += self._first
@@ -84,11 +79,11 @@ class SequenceBans:
 def find_banned_times(
     rules: TimestampRules, output_token_ids: IntArray
 ) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of tokens [start, end) that must not come next in a text with timestamps.
+    """Return the ranges of tokens [start, end) that may not come next in a text with timestamps.
 
-    `output_token_ids` are those of the text so far. Timestamps come in pairs, which end one segment
-    and begin the next, and they never go back. A segment takes some time. So the time that ends one
-    is later than its begin, and the next may begin at the same time.
+    Timestamps come in pairs, which end one segment and begin the next, and they never go back. A
+    segment takes some time: the time that ends it is later than the one that began it, and the next
+    may begin at the same time.
     """
     first = rules.first_id
     ranges = [(rules.no_timestamps_id, rules.no_timestamps_id + 1)]
@@ -125,10 +120,7 @@ class SamplingRow:
 
     @property
     def is_edited(self) -> bool:
-        """Return whether some logits of this row are changed before a token is chosen.
-
-        That is the case with a bias, penalties, banned or allowed tokens, or a grammar.
-        """
+        """Whether some logits of this row are changed before a token is chosen."""
         return bool(
             self.banned_token_ids
             or self.counts is not None

@@ -1,9 +1,7 @@
 """Receives the bodies of requests within limits of size, time, rate and memory.
 
-Each body has a largest size, a longest time and a least rate; all unfinished bodies together have
-a limit of memory. A `BodyIntake` owns the unfinished bodies of its frontend process, and is used on
-one event loop. There are two: one for bodies that are kept in memory, and one for uploads, which
-`bodies.uploads` keeps on disk.
+A `BodyIntake` owns the unfinished bodies of its frontend process, and is used on one event loop.
+There are two: one for bodies in memory, and one for uploads, which `bodies.uploads` keeps on disk.
 
 Invariants:
   1. A body that comes at the least rate or faster, within the time for a whole body, is received.
@@ -28,8 +26,6 @@ _GRACE_S = 30.0  # before the least rate counts, for a pause or a slow start of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """The limits on the size, the speed and the memory of request bodies that are received."""
-
     max_bytes: int  # of one body
     timeout_s: float  # from a request's head to the end of its body
     min_bytes_per_s: int  # on average, after `_GRACE_S`
@@ -37,17 +33,12 @@ class BodyLimits:
     size_option: str = "--max-body-mb"  # the option that `max_bytes` comes from
 
     def get_time_s(self, num_bytes: int) -> float:
-        """Return how many seconds a body may take in all, if `num_bytes` of it have arrived.
-
-        More time is allowed with every byte, up to `timeout_s`.
-        """
+        """Return how many seconds a body may take in all, once `num_bytes` of it have arrived."""
         return min(self.timeout_s, _GRACE_S + num_bytes / self.min_bytes_per_s)
 
 
 @dataclass(eq=False, slots=True)
 class _Unfinished:
-    """A request body that has not arrived completely yet."""
-
     num_bytes: int = 0  # that have arrived
     waiting: asyncio.Timeout | None = None  # the time limit of the wait for the next piece
     is_given_up: bool = False  # refused, so that its memory can be used for other bodies
@@ -77,11 +68,7 @@ class BodyIntake:
     async def receive_into(
         self, receive: Receive, keep: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Receive the whole body of a request, and pass each piece of it to `keep`.
-
-        The next piece is received when `keep` has returned. Raise the errors of `receive`, and
-        those of `keep`.
-        """
+        """Receive a whole body, and pass each piece to `keep`; it returns before the next one."""
         body = _Unfinished()
         self._unfinished[body] = None
         began = asyncio.get_running_loop().time()
@@ -95,10 +82,7 @@ class BodyIntake:
             self._num_bytes -= body.num_bytes
 
     def check_length(self, declared: str | None) -> None:
-        """Raise an `ApiError` if the header `content-length` declares a body that is too large.
-
-        `declared` is the value of the header, or `None`. This is checked before the body arrives.
-        """
+        """Raise an `ApiError` if the header `content-length` declares a body that is too large."""
         max_bytes = self.limits.max_bytes
         if declared is not None and declared.isdecimal() and int(declared[:20]) > max_bytes:
             raise self._make_size_error()
@@ -106,10 +90,7 @@ class BodyIntake:
     async def _receive_piece(
         self, body: _Unfinished, receive: Receive, began: float
     ) -> tuple[bytes, bool]:
-        """Wait for the next piece of a body, count it, and return it and whether more follow.
-
-        `began` is when the body began, in the event loop's time. Raise the errors of `receive`.
-        """
+        """Return the next piece and whether more follow; `began` is in the event loop's time."""
         if body.is_given_up:  # while its last piece was being kept, so that no wait was ended
             raise self._make_memory_error()
         deadline = began + self.limits.get_time_s(body.num_bytes)

@@ -1,7 +1,7 @@
 """Reads a multipart/form-data body piece by piece: texts into memory, and its file onto a disk.
 
-python-multipart splits the body; this module decides what a form may have, within limits. It does
-no network I/O. Its calls may write to a disk, so they belong into a thread.
+python-multipart splits the body; this module decides what a form may have. It does no network I/O,
+but its calls may write to a disk, so they belong in a thread.
 
 Invariants:
   1. Memory is bounded: texts and headers have limits, and the file is never held whole before
@@ -47,10 +47,7 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 def get_boundary(content_type: str | None) -> bytes:
-    """Return the text that separates the parts of a form, from the header `content-type`.
-
-    Raise an `ApiError` if the header does not describe a form, or has no usable boundary.
-    """
+    """Return the boundary of a form from the header `content-type`, or raise an `ApiError`."""
     kind, options = parse_options_header((content_type or "").encode("latin-1", "replace"))
     if kind.decode("latin-1") != FORM_TYPE:
         name = kind.decode("latin-1")[:100]
@@ -68,8 +65,7 @@ def get_boundary(content_type: str | None) -> bytes:
 class MultipartForm:
     """A form that is being received: its text fields so far, and its file on a disk.
 
-    The part named `file_field` is the file; no other part may be one. It is also an entry of
-    `fields`, with the name of the file as its text.
+    Only the part named `file_field` may be a file. It is also in `fields`, with the file's name.
     """
 
     def __init__(self, boundary: bytes, *, file_field: str) -> None:
@@ -103,8 +99,8 @@ class MultipartForm:
     def feed(self, piece: bytes) -> None:
         """Read the next piece of the body.
 
-        Raise an `ApiError` if it is not a form or the disk is full, and a `RequestError` with the
-        path of the field if a part is not allowed.
+        Raise an `ApiError` if it is no form or the disk is full, and a `RequestError` with the path
+        of the field if a part is not allowed.
         """
         try:
             self._parser.write(piece)
@@ -114,7 +110,7 @@ class MultipartForm:
             raise _explain(error) from error
 
     def finish(self) -> None:
-        """Check that the form is complete, at the end of the body. Raise an `ApiError` if not."""
+        """Raise an `ApiError` unless the form is complete, at the end of the body."""
         if not self._is_ended:
             raise _make_form_error("the body ends before the last boundary of its form")
         if self._file is not None:

@@ -1,9 +1,8 @@
 """Reads the body of a request, and parses it away from the event loop.
 
-A bad body is refused before anything else is done. `intake` refuses bodies that are too large (413)
-or too slow (408); this module refuses bodies that are not JSON (400, with the position). Routes
-that take media as bytes accept msgpack too. A request is admitted when its body is complete, so
-that a slow body does not use up the limit of concurrent requests.
+This module refuses bodies that are not JSON (400, with the position). Routes that take media as
+bytes also accept msgpack. A request is admitted when its body is complete, so that a slow body does
+not use up the limit of concurrent requests.
 
 An unknown field is ignored, because clients send extra fields. A field that differs in one letter
 from a known one is probably a mistake, so the headers of the response and the log name it.
@@ -46,8 +45,7 @@ async def read_body(
 ) -> _Parsed:
     """Receive and decode the body of a request, and return the result of `parse` for it.
 
-    `parse` gets the decoded object. It may run in a thread, and may raise. The body may be msgpack
-    only if `takes_msgpack` is true. Raise an `ApiError` if the body can't be received or decoded.
+    `parse` may run in a thread, and may raise. Raise an `ApiError` if the body can't be read.
     """
     kind = _get_content_type(request.headers.get("content-type"))
     is_msgpack = takes_msgpack and kind in MSGPACK_TYPES
@@ -64,10 +62,7 @@ async def read_body(
 
 
 def _get_content_type(value: str | None) -> str:
-    """Return the type in a `Content-Type` header, in lower case and without parameters.
-
-    If there is no header, return "application/json".
-    """
+    """Return the type in a `Content-Type` header, without parameters; JSON if there is none."""
     return (value or "application/json").partition(";")[0].strip().lower()
 
 
@@ -148,10 +143,9 @@ _Request = TypeVar("_Request", bound=Struct)
 
 
 def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, str | None]:
-    """Return a body as a checked request, and a warning if a field is probably misspelt.
+    """Return a checked request, and a warning, or `None`, about a field that is probably misspelt.
 
-    The warning is `None` if there is no such field. Unknown fields are ignored and logged. Raise a
-    `RequestError` if the body does not fit the type `kind`.
+    Unknown fields are ignored and logged. Raise a `RequestError` if the body does not fit `kind`.
     """
     request = check(body, kind)
     unknown = list(islice(_find_unknown(request, body), _MAX_COMPARED))
@@ -165,8 +159,7 @@ def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, 
 def _find_unknown(request: Struct, body: dict[str, Any]) -> Iterator[tuple[str, frozenset[str]]]:
     """Yield the name of each unknown field in a body, with the names that are known in its place.
 
-    `request` is what the body was decoded to. Objects inside the body are searched too, and their
-    unknown fields are yielded by their own names, without a path.
+    Objects inside the body are searched, and their unknown fields are yielded without a path.
     """
     known = _get_names(type(request))
     for name, value in body.items():
@@ -188,10 +181,7 @@ def _find_likely(name: str, known: frozenset[str]) -> str | None:
 
 
 def _is_letter_away(name: str, other: str) -> bool:
-    """Return whether two names differ in one letter, or in two neighbours that are swapped.
-
-    A letter may be added, left out or changed. The result is false for very short names.
-    """
+    """Return whether two names differ in one letter, or in two neighbours that are swapped."""
     if min(len(name), len(other)) < _MIN_LENGTH or abs(len(name) - len(other)) > 1:
         return False
     pairs = enumerate(zip(name, other, strict=False))

@@ -1,9 +1,8 @@
 """Receives a form with a file: to a disk while it comes, and into memory when it is complete.
 
-The limits of `bodies.intake` hold: size, time and rate of one upload, and the room that all
-unfinished ones take together. Splitting and writing happens in threads of its own, because a slow
-disk must not delay other work. A request is admitted when its form is complete, and its file is
-read into memory only then, and only if its fields are right.
+The limits of `bodies.intake` hold. Splitting and writing happens in threads of its own, because a
+slow disk must not delay other work. A request is admitted when its form is complete, and its file
+is read into memory only then, and only if its fields are right.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ async def read_form(
 ) -> tuple[_Parsed, bytes]:
     """Receive the form of a request, and return the result of `parse` and the content of its file.
 
-    `parse` gets the names and texts of all fields, in their order, and may raise. `file_field` is
-    the field with the file. Raise an `ApiError` or a `RequestError` if the form can't be received
-    or is not valid.
+    `parse` gets the names and texts of all fields, in their order, and may raise. Raise an
+    `ApiError` or a `RequestError` if the form is not valid.
     """
     form = MultipartForm(get_boundary(request.headers.get("content-type")), file_field=file_field)
     intake.check_length(request.headers.get("content-length"))

@@ -1,4 +1,4 @@
-"""The routes `/v1/audio/transcriptions` and `/v1/audio/translations`, which write down speech.
+"""The routes `/v1/audio/transcriptions` and `/v1/audio/translations`, which transcribe speech.
 
 A `Transcriber` does the work. This module reads the form of a request into `SpeechOptions`, and
 sends the transcript in the format that was asked for, whole or as a stream of its parts.
@@ -96,20 +96,17 @@ async def _answer(
 
 
 def get_transcriber(context: Context, task: Task) -> Transcriber:
-    """Return the transcriber of the served model.
-
-    Raise an `ApiError` that names the right route if the model does not have this task.
-    """
+    """Return the transcriber, or raise an `ApiError` that names the right route for this task."""
     transcriber = context.transcriber
     if transcriber is None:
         has_audio = "audio" in context.engine.modalities
-        where = " Send sounds as `input_audio` in messages to" if has_audio else " Use"
+        where = " Send audio as `input_audio` in messages to" if has_audio else " Use"
         hint = f"{where} /v1/chat/completions." if context.has_chat else ""
-        raise _make_route_error(f"This model does not transcribe sounds.{hint}")
+        raise _make_route_error(f"This model does not transcribe audio.{hint}")
     if task == "translate" and not transcriber.can_translate:
         raise _make_route_error(
             "This model does not translate what is said. Use /v1/audio/transcriptions, which "
-            "writes it down in its own language."
+            "transcribes it in its own language."
         )
     return transcriber
 
@@ -120,7 +117,7 @@ def _make_route_error(message: str) -> ApiError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """A checked request: what to write down of a sound, and how to send it."""
+    """A checked request: how to transcribe a recording, and how to send the transcript."""
 
     options: SpeechOptions
     format: SpeechFormat
@@ -129,11 +126,7 @@ class _Work:
 
 
 def _prepare(request: SpeechRequest, transcriber: Transcriber, task: Task) -> _Work:
-    """Return what a request asks for.
-
-    Raise an `ApiError` or a `RequestError` if a field is not valid, not supported, or not possible
-    with this model or this format.
-    """
+    """Return what a request asks for, or raise an error if that is not possible or not valid."""
     for name in request.unsupported:
         if getattr(request, name) is not None:
             raise make_unsupported(name)
@@ -225,7 +218,6 @@ class _Run:
     texts: TextDeltas = field(default_factory=TextDeltas, init=False)  # of the stream
 
     async def finish(self) -> Transcript:
-        """Run to the end, and return the whole transcript."""
         async with aclosing(self._run()) as parts:
             async for part in parts:
                 if isinstance(part, Transcript):
@@ -235,7 +227,7 @@ class _Run:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events: a delta for each segment, and the whole text at the end.
 
-        The texts of all deltas are the whole text together. What no segment had is a delta too.
+        All deltas together are the whole text: what no segment had is a delta also.
         """
         async with aclosing(self._run()) as parts:
             async for part in parts:

@@ -53,10 +53,7 @@ async def create_chat_completion(http_request: Request, context: Context) -> Res
 
 
 def prepare_chat(request: ChatCompletionRequest, context: Context) -> Work:
-    """Return the conversation of a chat request for the engine, and its sampling parameters.
-
-    Raise an `ApiError` or a `RequestError` if a field is not valid or not supported.
-    """
+    """Return the conversation and the sampling parameters of a chat request, or raise an error."""
     answers = make_chat_answers(context.answers, request)
     params = answers.make_params(make_chat_params(request))
     is_trusted = context.options.trust_request_chat_template
@@ -75,9 +72,8 @@ def make_chat(
 ) -> Chat:
     """Return the conversation of a chat request in the form that the engine takes.
 
-    `answers` adapts the sampling parameters to the rendered prompt. It is `None` if the model does
-    not answer the conversation. Raise an `ApiError` if the request has a chat template of its own
-    and `is_trusted` is false.
+    `answers` is `None` if the model does not answer it. Raise an `ApiError` if the request has a
+    chat template of its own and `is_trusted` is false.
     """
     if request.chat_template is not None and not is_trusted:
         raise ApiError(
@@ -112,10 +108,9 @@ class ChatAnswers:
     has_ids: bool  # choices include their token ids
 
     def make_params(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters with the special tokens that must not be removed from the text.
+        """Return the parameters with the special tokens that mark tool calls and reasoning.
 
-        These tokens mark tool calls and reasoning. Raise an `ApiError` if the request requires a
-        tool call and has another constraint on the form of the answer.
+        Raise an `ApiError` if the request requires a tool call and also constrains the answer.
         """
         if self.context.demands_call and params.structured_outputs is not None:
             raise ApiError(
@@ -128,9 +123,8 @@ class ChatAnswers:
     def adapt_params(self, prompt: str | Sequence[int], params: SamplingParams) -> SamplingParams:
         """Return the sampling parameters with a constraint that fits the rendered prompt.
 
-        `prompt` is text or token ids. If the request requires a tool call, the answer must be one.
-        If the prompt ends inside reasoning, the client's own constraint applies only after the
-        reasoning. Otherwise, the parameters are returned unchanged.
+        If the request requires a tool call, the answer must be one. If the prompt ends inside
+        reasoning, the client's own constraint applies only after the reasoning.
         """
         wanted = params.structured_outputs
         context = self.get_context(prompt)
@@ -143,15 +137,11 @@ class ChatAnswers:
         return replace(params, structured_outputs=constraint)
 
     def get_context(self, prompt: str | Sequence[int]) -> AnswerContext:
-        """Return the settings with which an answer to this prompt is read.
-
-        They state whether the answer begins inside reasoning that the prompt has opened.
-        """
+        """Return how to read an answer to this prompt, which may have opened reasoning."""
         is_open = self.form.opens_reasoning(prompt)
         return msgspec.structs.replace(self.context, starts_in_reasoning=is_open)
 
     def make_choice(self, piece: Piece) -> wire.ChatChoice:
-        """Return the choice for a whole completion, in the form of a chat response."""
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(answer.reasoning or answer.tool_calls)
@@ -170,10 +160,7 @@ class ChatAnswers:
         )
 
     def make_chunk_choice(self, piece: Piece, *, has_role: bool = False) -> wire.ChatChunkChoice:
-        """Return the choice for a new part of a completion, in the form of a chunk.
-
-        With `has_role`, it states the role "assistant", as the first chunk of a completion must.
-        """
+        """Return the choice of a chunk; with `has_role` it states the role, as the first must."""
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(reasoning or answer.tool_calls)
@@ -193,10 +180,10 @@ class ChatAnswers:
         )
 
     def is_shown(self, piece: Piece) -> bool:
-        """Return whether a chunk is sent for a new part of a completion.
+        """Return whether a chunk is sent for a new part of a completion: not for an empty one.
 
-        No chunk is sent for an empty part. Parts may be empty because text comes later than its
-        tokens, and because tool calls and reasoning are recognised later than their text.
+        Text comes later than its tokens, and tool calls and reasoning are found later than their
+        text.
         """
         answer = piece.answer
         has_tokens = bool(piece.token_ids) and (piece.logprobs is not None or self.has_ids)
@@ -206,10 +193,9 @@ class ChatAnswers:
 
 
 def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> ChatAnswers:
-    """Return the way in which answers to a chat request are constrained, read and sent.
+    """Return how the answers to a chat request are constrained, read and sent.
 
-    `form` is the format of the model's answers. Raise a `RequestError` if the request's tools or
-    its `tool_choice` are not valid.
+    Raise a `RequestError` if the request's tools or its `tool_choice` are not valid.
     """
     tools = parse_tools(request.tools)
     context = AnswerContext(
@@ -230,8 +216,7 @@ def make_chat_answers(form: AnswerFormat, request: ChatCompletionRequest) -> Cha
 def read_piece(reader: AnswerReader, text: str, *, is_last: bool) -> AnswerDelta:
     """Read new text of a completion, and return its content, reasoning and tool calls.
 
-    The reader holds text back as long as it may be the beginning of a tag. With `is_last`, the
-    result includes the text that was held back.
+    The reader holds text back as long as it may be the beginning of a tag, unless `is_last`.
     """
     delta = reader.add(text)
     if not is_last:
@@ -275,10 +260,7 @@ class _ChatMaker:
         )
 
     def make_chunks(self, _: int, delta: RequestDelta) -> list[wire.ChatCompletionChunk]:
-        """Return the chunks to send for new output of the engine.
-
-        The stream begins with a chunk for each choice that states its role, "assistant".
-        """
+        """Return the chunks for new output, first of all one with the role of each choice."""
         chunks = [] if self._is_begun else self._make_first_chunks(delta)
         self._is_begun = True
         for entry in delta.deltas:
@@ -318,10 +300,7 @@ class _ChatMaker:
 
 
 def _get_finish_reason(piece: Piece) -> str | None:
-    """Return the finish reason for the client, or `None` if the completion has not ended.
-
-    It is "tool_calls" instead of "stop" if the completion has tool calls.
-    """
+    """Return the finish reason: for "stop" with calls "tool_calls"; before the end `None`."""
     is_call = piece.finish_reason == "stop" and piece.num_tool_calls
     return "tool_calls" if is_call else piece.finish_reason
 

@@ -55,16 +55,11 @@ async def create_completion(http_request: Request, context: Context) -> Response
 
 
 def find_prompt_paths(request: CompletionRequest) -> WirePaths:
-    """Return the translation of field names in the engine's errors to this request's fields."""
     return WirePaths(input=("prompt",), structured=find_constraint_path(request))
 
 
 def prepare_completion(request: CompletionRequest) -> Work:
-    """Return the prompts of a completion request, and the sampling parameters for all of them.
-
-    Raise an `ApiError` or a `RequestError` if a field is not valid, or if there would be too many
-    completions.
-    """
+    """Return the prompts of a completion request, and the sampling parameters for all of them."""
     params = make_completion_params(request)
     entries = _split(request.prompt)
     if len(entries) * params.n > MAX_CHOICES:
@@ -84,10 +79,7 @@ def prepare_completion(request: CompletionRequest) -> Work:
 
 
 def _split(value: Any) -> list[str | list[int]]:
-    """Return a list of the prompts in the field `prompt`, each as text or as token ids.
-
-    Raise a `RequestError` if `value` is neither of these, nor a list of one kind of them.
-    """
+    """Return the prompts in the field `prompt`, each as text or as token ids."""
     if isinstance(value, str):
         return [value]
     with at("prompt"):
@@ -187,10 +179,7 @@ class _CompletionMaker:
     def _make_echoed_logprobs(
         self, output: RequestOutput, entry: CompletionOutput
     ) -> CompletionLogprobs | None:
-        """Return the log-probabilities of the tokens of a prompt and its completion.
-
-        Return `None` unless the request asked for both `echo` and log-probabilities.
-        """
+        """Return the log-probabilities of prompt and completion, if asked for with `echo`."""
         if not self._call.request.echo or entry.logprobs is None:
             return None
         # The first token of a prompt has none.

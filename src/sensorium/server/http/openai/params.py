@@ -1,7 +1,7 @@
 """Makes the `SamplingParams` of a request, and refuses fields that are not supported.
 
-A request can constrain the form of its answer in three ways, OpenAI's and two of vLLM's:
-`response_format`, `guided_*` and `structured_outputs`. They are read into one value.
+A request can constrain the form of its answer in three ways, which are read into one value:
+OpenAI's `response_format`, and `guided_*` and `structured_outputs` of vLLM.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ _SAME_NAMES = tuple(entry.name for entry in SAMPLING_FIELDS if entry.name not in
 
 
 def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
-    """Return the sampling parameters of a chat request.
-
-    If the client has not limited the number of tokens, the answer may fill the rest of the model's
-    context. Raise an `ApiError` or a `RequestError` if a field is not valid or not supported.
-    """
+    """Return a chat's sampling parameters; by default the answer may fill the model's context."""
     _check_common(request)
     if request.modalities is not None and request.modalities != ["text"]:
         raise make_unsupported("modalities", "other than text")
@@ -49,11 +45,7 @@ def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
 
 
 def make_completion_params(request: CompletionRequest) -> SamplingParams:
-    """Return the sampling parameters of a completion request.
-
-    If the client has not limited the number of tokens, the default limit of `SamplingParams` is
-    used. Raise an `ApiError` or a `RequestError` if a field is not valid or not supported.
-    """
+    """Return a completion's sampling parameters; its default limit is that of `SamplingParams`."""
     _check_common(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise make_unsupported("best_of", "other than n")
@@ -70,10 +62,7 @@ def make_completion_params(request: CompletionRequest) -> SamplingParams:
 
 
 def _get_given(request: GeneratingRequest) -> dict[str, Any]:
-    """Return the sampling parameters that the client has set: name -> value.
-
-    Parameters that differ between routes, such as `max_tokens`, are not included.
-    """
+    """Return the parameters that the client has set, without those that differ between routes."""
     values = {name: getattr(request, name) for name in _SAME_NAMES}
     values["structured_outputs"] = _get_structured_outputs(request)
     return {name: value for name, value in values.items() if value is not None}
@@ -100,8 +89,7 @@ def make_unsupported(name: str, what: str = "") -> ApiError:
 def _get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
     """Return the constraint on the form of the answer, or `None` if the answer may be any text.
 
-    If the constraint is not valid, raise a `RequestError` with the path of the field in which the
-    client has sent it.
+    A `RequestError` has the path of the field in which the client has sent it.
     """
     path = _find_path(request)
     if path is None:
@@ -127,10 +115,7 @@ def find_constraint_path(request: GeneratingRequest) -> FieldPath | None:
 
 
 def _find_path(request: GeneratingRequest) -> FieldPath | None:
-    """Return the path of the field that constrains the form of the answer, or `None` if none does.
-
-    Raise a `RequestError` if the request has more than one such field.
-    """
+    """Return the path of the only field that constrains the answer, or `None` if none does."""
     given: list[FieldPath] = [
         (name,) for name in (*_GUIDED, _OWN_NAME) if getattr(request, name) is not None
     ]
@@ -146,10 +131,7 @@ def _find_path(request: GeneratingRequest) -> FieldPath | None:
 
 
 def _get_format(request: GeneratingRequest) -> str | None:
-    """Return the type in `response_format`: "json_object", "json_schema", or `None` for text.
-
-    Raise a `RequestError` if the type is unknown.
-    """
+    """Return the type in `response_format`: "json_object", "json_schema", or `None` for text."""
     kind = (request.response_format or {}).get("type", "text")
     if kind not in ("text", "json_object", "json_schema"):
         raise RequestError("must be text, json_object or json_schema", path=(*_FORMAT, "type"))

@@ -1,4 +1,4 @@
-"""The types of response bodies: OpenAI's, with fields of similar servers that are sent on demand.
+"""The types of response bodies: OpenAI's, and on demand fields of similar servers.
 
 A field that is `UNSET` is not sent.
 """
@@ -31,11 +31,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):
-    """The log-probabilities of a completion, in lists with one entry for each token.
-
-    `token_logprobs` and `top_logprobs` are null for the first token of an echoed prompt, which
-    nothing predicts.
-    """
+    """The log-probabilities of each token of a completion; null for one that nothing predicts."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -57,8 +53,8 @@ class PromptTokensDetails(Struct, frozen=True, kw_only=True):
     """What the tokens of the prompt are.
 
     The tokens of a modality are the positions of the prompt that take embeddings of its media; the
-    tokens around them, such as those that mark where an image begins, are text. A sound that a
-    speech model attends to beside its prompt takes no positions. A modality without media has 0.
+    tokens around them, such as those that mark where an image begins, are text. Audio that a speech
+    model attends to outside the prompt takes no positions. A modality without media has 0.
     `cached_tokens` may be of any kind. Derendered answers have the counts that were sent with the
     generated tokens.
     """
@@ -119,10 +115,7 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
 
 
 class GenerateChoice(Struct, frozen=True, kw_only=True):
-    """One completion in a response of `/inference/v1/generate`, or its new part in a chunk.
-
-    A chunk has only the token ids that were generated since the last chunk.
-    """
+    """One completion in a response of `/inference/v1/generate`, or its new part in a chunk."""
 
     index: int
     token_ids: TokenIds
@@ -139,8 +132,7 @@ class FunctionCallDelta(Struct, frozen=True, kw_only=True):
 class ToolCallChunk(Struct, frozen=True, kw_only=True):
     """A part of one tool call in a chunk of a stream.
 
-    Only the first part of a tool call has the id, the type and the name. The texts of the
-    arguments of all parts, joined, are those of the tool call.
+    Only the first part has the id, the type and the name. The `arguments` of all parts are joined.
     """
 
     index: int  # of the tool call in the answer

@@ -1,14 +1,13 @@
 """The types of request bodies of OpenAI's routes, and of those that render and tokenize.
 
 `null` means the same as no value. Unknown fields are ignored, with a warning (`bodies.reading`).
-
 Types are strict: "5" is not a number, but 1.0 is an integer (see `types.checking`). Numbers are
 bounded so that they can be sent to other processes, or have the bounds of `SamplingParams`. Lists
 are bounded because some are searched for every token, on the event loop.
 
-The types of messages, tools and formats are for the OpenAPI document only. Their values are checked
-where they are used: `render.messages`, `render.answers.tools` and
-`server.http.openai.params`.
+The types of messages, tools, formats and constraints are for the OpenAPI document only. Their
+values are checked where they are used: `render.messages`, `render.answers.tools`,
+`server.http.openai.params` and `types.structured`.
 """
 
 from __future__ import annotations
@@ -92,8 +91,6 @@ SAMPLING_FIELDS = tuple(entry for entry in list_sampling_fields() if not entry.i
 if TYPE_CHECKING:
 
     class SamplingFields(Struct, frozen=True, kw_only=True):
-        """A base of request bodies with all sampling parameters; null means the default."""
-
         def __getattr__(self, name: str) -> Any: ...
 
 else:
@@ -101,10 +98,7 @@ else:
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A constraint on the text of the answer; exactly one of the fields must be set.
-
-    This type is only for the OpenAPI document. `types.structured` checks the values.
-    """
+    """A constraint on the text of the answer; exactly one of the fields must be set."""
 
     json: JsonObject | FilledText | UnsetType = UNSET
     json_object: bool | UnsetType = UNSET
@@ -290,8 +284,8 @@ _SchemaOrText = Annotated[
 ]
 _Regex = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["regex"])]
 _Grammar = Annotated[str, Meta(min_length=1, max_length=MAX_CHARACTERS["grammar"])]
-# `server.http.openai.completions` tells the kinds apart. With a union of types, msgspec would read
-# a million ids four times.
+# `server.http.openai.completions` distinguishes the kinds. With a union of types, msgspec would
+# read a million ids four times.
 _TOKEN_IDS = _make_list_schema({"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID})
 _PROMPT: JsonObject = {
     "anyOf": [_TEXT, _make_list_schema(_TEXT), _TOKEN_IDS, _make_list_schema(_TOKEN_IDS)]
@@ -399,27 +393,20 @@ class CompletionRequest(GeneratingRequest, frozen=True, kw_only=True):
 class ChatRenderRequest(ChatCompletionRequest, frozen=True, kw_only=True):
     """The body of a request to turn a conversation into token ids and processed media items.
 
-    If `return_kwargs` is false, the response has no tensors of media items, so that they need not
-    be computed.
+    If `return_kwargs` is false, no tensors of media items are computed and sent.
     """
 
     return_kwargs: bool | None = None
 
 
 class CompletionRenderRequest(CompletionRequest, frozen=True, kw_only=True):
-    """The body of a request to turn prompts into token ids.
-
-    `return_kwargs` has no effect, because these prompts have no media.
-    """
+    """The body of a request to turn prompts into token ids; `return_kwargs` has no effect."""
 
     return_kwargs: bool | None = None
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
-    """The request body of `/tokenize`: either the text `prompt`, or `messages` of a conversation.
-
-    The options of a conversation, such as `tools`, have an effect only together with `messages`.
-    """
+    """The request body of `/tokenize`: the text `prompt`, or `messages` with their options."""
 
     model: str | None = None
     prompt: Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)] | None = None

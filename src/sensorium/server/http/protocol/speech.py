@@ -1,9 +1,8 @@
 """The types of the requests and the streams of `/v1/audio/transcriptions` and `translations`.
 
 Requests are forms: all values are text, and lists are fields that come several times, with or
-without `[]` behind their names. `read_form_fields` turns them into values of the struct's types. An
-empty text means the same as no value, because a form has no null. The whole answers are those of
-`speech.formats`.
+without `[]` behind their names. An empty text means the same as no value, because a form has no
+null. The whole answers are those of `speech.formats`.
 """
 
 from __future__ import annotations
@@ -53,8 +52,6 @@ _Upload = Annotated[str, Meta(extra_json_schema={"type": "string", "format": "bi
 if TYPE_CHECKING:
 
     class _SpeechSampling(Struct, frozen=True, kw_only=True):
-        """A base of request bodies with the sampling parameters of speech."""
-
         def __getattr__(self, name: str) -> Any: ...
 
 else:
@@ -69,7 +66,7 @@ class SpeechRequest(_SpeechSampling, frozen=True, kw_only=True):
     # Fields that are not implemented. They are refused, because they would change the answer.
     unsupported: ClassVar[tuple[str, ...]] = ("to_language", "max_completion_tokens")
 
-    file: Annotated[_Upload, Meta(description="A sound, or a video with one.")]
+    file: Annotated[_Upload, Meta(description="Audio, or a video that has some.")]
     model: str | None = None
     language: Annotated[
         str | None, Meta(description="What is spoken, as a code (`en`) or a name (`english`).")
@@ -95,7 +92,7 @@ class SpeechRequest(_SpeechSampling, frozen=True, kw_only=True):
 
 
 class TranscriptionRequest(SpeechRequest, frozen=True, kw_only=True):
-    """The form of `/v1/audio/transcriptions`: a sound, and how its transcript is wanted."""
+    """The form of `/v1/audio/transcriptions`: a recording, and how its transcript is wanted."""
 
     unsupported = (*SpeechRequest.unsupported, "known_speaker_names", "known_speaker_references")
 
@@ -105,14 +102,14 @@ class TranscriptionRequest(SpeechRequest, frozen=True, kw_only=True):
     ] = None
     include: Annotated[_Includes | None, Meta(description="Only with `json`.")] = None
     chunking_strategy: Annotated[
-        _Chunking, Meta(description="Long sounds are always heard in parts.")
+        _Chunking, Meta(description="Long audio is always transcribed in parts.")
     ] = None
     known_speaker_names: Unsupported = None
     known_speaker_references: Unsupported = None
 
 
 class TranslationRequest(SpeechRequest, frozen=True, kw_only=True):
-    """The form of `/v1/audio/translations`: a sound in any language, and how to answer."""
+    """The form of `/v1/audio/translations`: a recording in any language, and how to answer."""
 
 
 class TranscriptEvent(Struct, frozen=True, kw_only=True):
@@ -128,11 +125,11 @@ class TranscriptEvent(Struct, frozen=True, kw_only=True):
 def read_form_fields(
     kind: type[SpeechRequest], fields: Iterable[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return the fields of a form as values: name -> number, flag, text or list.
+    """Return the fields of a form as values of the types of `kind`.
 
-    Their types are those of the struct `kind`; `name[key]` becomes an object. Unknown fields are
-    lists of texts. Raise a `RequestError` with the name of the field if a text is not a value of
-    its type, or if a field that is no list comes twice.
+    `name[key]` becomes an object. Unknown fields are lists of texts. Raise a `RequestError` with
+    the name of the field if a text is not a value of its type, or if a field that is no list comes
+    twice.
     """
     readers = _get_readers(kind)
     grouped: dict[str, list[tuple[str | None, str]]] = {}
@@ -152,8 +149,8 @@ def read_form_fields(
 def _read_entries(entries: list[tuple[str | None, str]], read: Callable[[str], Any]) -> Any:
     """Return the value of one field from its keys and texts, or `None` if it has no value.
 
-    The keys are what stands in brackets behind the field's name, or `None`. Brackets that are empty
-    or have a number are those of a list.
+    A key is what stands in brackets behind the name, or `None`; those of a list are empty or
+    numbers.
     """
     texts = [text for _, text in entries]
     if any(key and not key.isdecimal() for key, _ in entries):

@@ -1,8 +1,8 @@
 """The types of request bodies of `/inference/v1/generate` and of the routes that derender.
 
-To derender is to turn generated token ids into OpenAI's responses. The response of one route is the
-request of another: rendering makes a `GenerateRequest`, and derendering takes the response of
-`/inference/v1/generate`. Names are those of vLLM, except for `prompt_token_ids`.
+To derender is to turn generated token ids into OpenAI's responses. Rendering makes a
+`GenerateRequest`, and derendering takes the response of `/inference/v1/generate`. Names are those
+of vLLM, except for `prompt_token_ids`.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class WireMediaPart(Struct, frozen=True, kw_only=True):
 class GenerateRequest(Struct, frozen=True, kw_only=True):
     """The request body of `/inference/v1/generate`: token ids that the model continues.
 
-    Media items are either in `features`, if they are processed, or in `content_parts`, if the
-    server has to load them. A request can't have both.
+    Media items are in `features` if they are processed, else in `content_parts`, but never in both.
     """
 
     token_ids: Annotated[list[TokenId], Meta(min_length=1)]
@@ -145,19 +144,13 @@ class WireGenerateResponse(Struct, frozen=True, kw_only=True):
 
 
 class ChatOptions(ChatCompletionRequest, frozen=True, kw_only=True):
-    """The client's own chat request, which determines how the generated text is read.
-
-    Its `messages` are not used, and may be left out.
-    """
+    """The client's chat request, by which the text is read. Its `messages` are not used."""
 
     messages: Messages = None
 
 
 class CompletionOptions(CompletionRequest, frozen=True, kw_only=True):
-    """The client's own completion request, which determines how the generated text is read.
-
-    Its `prompt` is not used, and may be left out.
-    """
+    """The client's completion request, by which the text is read. Its `prompt` is not used."""
 
     prompt: Any = None
 
@@ -176,8 +169,7 @@ class _DerenderRequest(Struct, frozen=True, kw_only=True):
 class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
     """The body of a request to turn generated token ids into a chat completion, or into a chunk.
 
-    The token ids are those of a whole response of `/inference/v1/generate` in `generate_response`,
-    or, with `stream`, of one chunk in `generate_chunk`.
+    They are in one whole `generate_response` or, with `stream`, in one `generate_chunk`.
     """
 
     generate_response: WireGenerateResponse | None = None
@@ -197,9 +189,9 @@ class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
 class DerenderCompletionRequest(_DerenderRequest, frozen=True, kw_only=True):
     """The body of a request to turn generated token ids into completions, or into a chunk.
 
-    The token ids are those of whole responses of `/inference/v1/generate`, one for each prompt, in
-    `generate_responses`, or, with `stream`, of one chunk in `generate_chunk`. `prompt_tokens` (the
-    length of a prompt) and `prompt_token_ids` are lists with one entry for each prompt.
+    They are in whole `generate_responses`, one for each prompt, or, with `stream`, in one
+    `generate_chunk`. `prompt_tokens` (the length of a prompt) and `prompt_token_ids` are lists with
+    one entry for each prompt.
     """
 
     generate_responses: (

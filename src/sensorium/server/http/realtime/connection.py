@@ -1,10 +1,10 @@
 """Carries one live session over one WebSocket: four tasks, and how they end.
 
-The reader takes the client's messages one by one, and does not take the next before the session has
-taken this one; so a client that sends too fast is slowed by its own connection. The sender writes
-the session's events. The guard waits for the end of the session's time, of the client's patience,
-or of the server. The last task waits for the end of the connection, which a reader that is busy
-would not see. The first of them that ends, ends the session:
+The reader takes the client's messages one by one, and the next one only when the session has taken
+this one; so a client that sends too fast is slowed by its own connection. The sender writes the
+session's events. The guard waits for the end of the session's time, of the client's patience, or of
+the server. The last task waits for the end of the connection, which a busy reader would not see.
+The first of them that ends, ends the session:
 
   1. The client has left, or does not read: the caller closes the session, which aborts its work.
   2. Time is up, or the server stops: no more audio is taken. What was said is still transcribed and
@@ -47,7 +47,7 @@ _LARGE_MESSAGE = 2**18  # characters or bytes; a larger one is read in a thread
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a connection ends, by its name in the metrics, and what the client gets."""
+    """A reason why a connection ends, by its name in the metrics, and what the client gets."""
 
     name: EndName
     code: int | None = None  # of the close frame; `None`: none can be sent
@@ -64,10 +64,7 @@ INTERNAL = Ending("internal", 1011, "The server failed. Its log has the reason."
 
 @dataclass(slots=True)
 class Deadlines:
-    """The times at which a session ends by itself. The caller passes the time, in seconds.
-
-    A limit of 0 turns it off.
-    """
+    """The times at which a session ends by itself, in the caller's seconds; a limit of 0 is off."""
 
     idle_s: float
     max_s: float
@@ -116,10 +113,7 @@ class RealtimeConnection:
         self._decoder = AudioDecoder(self.dialect.audio_format)
 
     async def run(self) -> Ending:
-        """Serve the session to its end, and return why it ended.
-
-        No close frame is sent, and the session is not closed.
-        """
+        """Serve the session to its end, and return why it ended; the caller closes it."""
         reader, sender, guard, loss = tasks = tuple(
             asyncio.ensure_future(work)
             for work in (self._read(), self._write(), self._guard(), self._wait_for_loss())
@@ -146,10 +140,7 @@ class RealtimeConnection:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _finish(self, ending: Ending, *others: asyncio.Future[Ending]) -> None:
-        """Let what was said be transcribed, and tell the client why the session ends.
-
-        If one of the other tasks ends before, raise its error.
-        """
+        """Transcribe what was said, and send why the session ends; raise the errors of `others`."""
         self._is_flushed.clear()
         flushing = asyncio.ensure_future(self._flush())
         try:
@@ -190,7 +181,7 @@ class RealtimeConnection:
                 self.deadlines.touched = self.now()
 
     async def _handle(self, text: str | None) -> None:
-        """Carry out one message. If it is wrong, send an error; the session goes on."""
+        """Carry out one message. If it is wrong, send an error; the session continues."""
         event_id: str | None = None
         is_small = text is None or len(text) <= _LARGE_MESSAGE
         try:
@@ -215,7 +206,7 @@ class RealtimeConnection:
             await self._answer(self.dialect.write_error(self._report(error), event_id))
 
     async def _answer(self, *messages: Message) -> None:
-        """Send messages behind the events of all messages that came before."""
+        """Send messages after the events of all messages that came before."""
         if messages:
             await self.session.settle()
             await self._send(*messages)

@@ -41,7 +41,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A command that ends an item, or if it is final, the whole sound."""
+    """A command that ends an item or, if it is final, the whole audio."""
 
     is_final: bool = False
 
@@ -89,13 +89,9 @@ class Dialect(Protocol):
         """Return the messages that are sent when a command was carried out."""
         ...
 
-    def write(self, event: WrittenEvent) -> list[Message]:
-        """Return the messages for an event of the session."""
-        ...
+    def write(self, event: WrittenEvent) -> list[Message]: ...
 
-    def write_failure(self, item_id: str, error: ApiError) -> Message:
-        """Return the message for an item that could not be transcribed."""
-        ...
+    def write_failure(self, item_id: str, error: ApiError) -> Message: ...
 
     def write_error(self, error: ApiError, event_id: str | None) -> Message:
         """Return the message for an error. `event_id` is that of the client's message, if any."""

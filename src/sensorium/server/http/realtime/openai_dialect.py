@@ -1,8 +1,7 @@
 """OpenAI's protocol for realtime transcription sessions, in the form of its general availability.
 
-The messages are those that the package `openai` has types for (`openai.types.realtime`). Fields
-that ask for something that this server does not do are refused, and named. So are fields that are
-not known.
+The messages are those that the package `openai` has types for (`openai.types.realtime`). Unknown
+fields are refused and named, and so are those that ask for something that this server does not do.
 """
 
 from __future__ import annotations
@@ -206,7 +205,7 @@ class OpenAIDialect:
         # The type comes first: sessions of another one have fields that are not known here.
         if check(given, _SessionType).type != "transcription":
             raise RequestError(
-                "must be transcription: this server writes down what is said, and gives no answers",
+                "must be transcription: this server transcribes what is said, and gives no answers",
                 path=("type",),
             )
         session = check(given, _Session)
@@ -356,7 +355,7 @@ def _read_detection(given: _TurnDetection | None) -> TurnDetection | None:
 
 
 def _write_committed(event: Committed) -> list[Message]:
-    """Return what is sent for an item that begins to exist: a message of the user with a sound."""
+    """Return the messages for an item that begins to exist: one of the user, with audio."""
     content = [{"type": "input_audio", "transcript": None}]
     item = {
         "id": event.item_id,

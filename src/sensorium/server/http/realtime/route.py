@@ -27,7 +27,7 @@ from sensorium.server.metrics.realtime import SessionClock
 from sensorium.speech.live.session import LiveSession, LiveSource
 
 logger = logging.getLogger(__name__)
-_SUBPROTOCOL = "realtime"  # the one that OpenAI's clients in browsers offer, beside their key
+_SUBPROTOCOL = "realtime"  # the one that OpenAI's clients in browsers offer, next to their key
 _CLOSE_TIMEOUT_S = 1.0  # for a close frame that waits behind data that the client did not read
 
 

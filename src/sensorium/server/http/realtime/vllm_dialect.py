@@ -1,9 +1,9 @@
-"""vLLM's protocol for realtime transcription: one text for the whole sound.
+"""vLLM's protocol for realtime transcription: one text for the whole audio.
 
 A client sends audio in PCM16 at 16 kHz, and `commit` with `final` when it ends. It gets deltas, and
-then the whole text. After that, another sound may follow in the same connection. Other than in
-vLLM, audio is transcribed as soon as it comes; the first `commit`, which starts the generation
-there, changes nothing here.
+then the whole text. After that, more audio may follow in the same connection. Other than in vLLM,
+audio is transcribed as it arrives; the first `commit`, which starts the generation there, changes
+nothing here.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class VllmDialect:
     audio_format = AudioFormat("pcm16", 16_000)
 
     def __init__(self, *, source: LiveSource, model_names: Sequence[str]) -> None:
-        # A model that takes a sound while it goes on needs no turns: one text is for all of it.
+        # A streaming model needs no turns: one text is for all of the audio.
         self.options = LiveOptions(turn_detection=None) if source.is_streaming else LiveOptions()
         self._model_names = model_names
         self.session_id = make_id("sess")
-        self._text = ""  # of all items since the begin, or since the last final commit
+        self._text = ""  # of all items since the start, or since the last final commit
         self._item_id: str | None = None  # of the item that the text ends with
         self._usages: list[SpeechUsage] = []
         self._language: str | None = None  # of the last item

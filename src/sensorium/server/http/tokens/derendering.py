@@ -2,8 +2,7 @@
 
 No model is needed, and nothing is kept between two requests: each response for a chunk has the
 state of the stream, and the client sends it with the next chunk. The state is opaque to the client
-(base64 of msgpack) and is checked when it comes back. It does not grow with the answer's length.
-
+(base64 of msgpack), is checked when it comes back, and does not grow with the answer's length.
 Tokenizers are slow, so tokens are not turned into text on the event loop.
 """
 
@@ -73,10 +72,7 @@ async def _answer(
     kind: type[_Wire],
     start: Callable[[_Wire, Context], _Derender[_Wire]],
 ) -> Response:
-    """Read the generated token ids in a request, and return them as a response like OpenAI's.
-
-    `start` makes the converter. The body may also be a response of `/inference/v1/generate` alone.
-    """
+    """Answer a request, which may also be a response of `/inference/v1/generate` alone."""
 
     def adapt(body: dict[str, Any]) -> dict[str, Any]:
         if "choices" not in body:
@@ -117,10 +113,7 @@ _decoder = msgspec.msgpack.Decoder(StreamState)
 
 
 def write_state(created: int, num_tokens: int, choices: dict[int, ChoiceState]) -> str:
-    """Return the state of a stream as base64 text, which the client sends with the next chunk.
-
-    `num_tokens` counts the generated tokens so far. Raise a `RequestError` for too many choices.
-    """
+    """Return the state of a stream as text, or raise a `RequestError` for too many choices."""
     if len(choices) > _MAX_CHOICES:
         raise RequestError(f"a stream has at most {_MAX_CHOICES} choices", path=(_CHUNK, "choices"))
     state = StreamState(_VERSION, created, num_tokens, choices)
@@ -146,11 +139,7 @@ def read_state(text: str) -> StreamState:
 
 
 class _Derender(Generic[_Wire]):
-    """A converter of generated token ids into OpenAI's response, or into one chunk of a stream.
-
-    `request` has the token ids. `form` and `answer_context` determine how reasoning and tool calls
-    are found in the text.
-    """
+    """A converter of generated token ids into OpenAI's response, or into one chunk of a stream."""
 
     # The type of a chunk, and the type of the answer that it is sent in.
     chunk_kinds: tuple[Callable[..., Struct], Callable[..., Struct]]
@@ -173,18 +162,13 @@ class _Derender(Generic[_Wire]):
         self._default_model = context.options.model_names[0]
 
     def make_answer(self) -> Struct:
-        """Return the whole response for the token ids in the request."""
         raise NotImplementedError
 
     def make_chunk_choice(self, piece: Piece) -> Struct:
-        """Return the choice of a chunk for the new part of a completion."""
         raise NotImplementedError
 
     def make_chunk(self) -> Struct:
-        """Return the chunk for the request's `generate_chunk`, and the state for the next one.
-
-        Choices that have ended in an earlier chunk are left out.
-        """
+        """Return the chunk for `generate_chunk`, without choices that had ended, and its state."""
         response = _get_given(self._request.generate_chunk, _CHUNK)
         given = self._request.stream_state
         (count,), (prompt,) = self._list_counts(1), self._list_prompts(1)
@@ -224,10 +208,7 @@ class _Derender(Generic[_Wire]):
     def _read_whole(
         self, response: WireGenerateResponse, prompt: tuple[int, ...]
     ) -> tuple[list[Piece], wire.PromptLogprobs | UnsetType]:
-        """Return the completions in a whole response, and the log-probabilities of its prompt.
-
-        The latter are `UNSET` if the response has none. Raise a `RequestError` if it is not valid.
-        """
+        """Return a response's completions, and the log-probabilities of its prompt or `UNSET`."""
         if not response.choices:
             raise RequestError("must not be empty", path=("choices",))
         with at("choices"):
@@ -241,22 +222,14 @@ class _Derender(Generic[_Wire]):
         return pieces, _read_scores(scores, wire.PromptLogprobs, "prompt_logprobs")
 
     def _list_counts(self, length: int) -> Sequence[int | None]:
-        """Return how many prompt tokens each of `length` responses has, as the client sent it.
-
-        The entries are `None` if the client sent no numbers. Raise a `RequestError` if it sent more
-        or fewer than `length`.
-        """
+        """Return the prompt lengths that the client sent for `length` responses, or `None`s."""
         given = self._request.prompt_tokens
         if given is None:
             return [None] * length
         return _check_length([given] if isinstance(given, int) else given, length, "prompt_tokens")
 
     def _list_prompts(self, length: int) -> Sequence[tuple[int, ...]]:
-        """Return the prompt's token ids for each of `length` responses, as the client sent them.
-
-        The entries are empty if the client sent none. A single prompt may come without an outer
-        list. Raise a `RequestError` if the number of prompts is wrong.
-        """
+        """Return the prompts that the client sent for `length` responses, or empty ones."""
         given: Sequence[Any] | None = self._request.prompt_token_ids
         if given is None:
             return [()] * length
@@ -268,8 +241,6 @@ class _Derender(Generic[_Wire]):
 
 
 class _ChatDerender(_Derender[DerenderChatRequest]):
-    """A converter of generated token ids into a chat completion, or into one chunk of a stream."""
-
     chunk_kinds = (wire.ChatCompletionChunk, wire.DerenderedChatChunk)
 
     def __init__(self, request: DerenderChatRequest, context: Context) -> None:
@@ -305,8 +276,6 @@ class _ChatDerender(_Derender[DerenderChatRequest]):
 
 
 class _CompletionDerender(_Derender[DerenderCompletionRequest]):
-    """A converter of generated token ids into completions of prompts, or into one stream chunk."""
-
     chunk_kinds = (wire.Completion, wire.DerenderedCompletionChunk)
 
     def __init__(self, request: DerenderCompletionRequest, context: Context) -> None:
@@ -366,8 +335,8 @@ def _inside(field: str) -> Iterator[None]:
 class _ChoiceReader:
     """A reader that turns the token ids of one choice into content, reasoning and tool calls.
 
-    It begins with the first token, or goes on from the `state` that an earlier reader has saved.
-    `prompt` has the prompt's token ids, on which the text of the first token may depend.
+    It begins with the first token, or continues from the `state` that an earlier reader has saved.
+    The text of the first token may depend on the prompt.
     """
 
     def __init__(
@@ -430,10 +399,7 @@ class _ChoiceReader:
 
 
 def _read_scores(value: Any, kind: type[_Checked], field: str) -> _Checked:
-    """Return log-probabilities from a client's request, converted to the type `kind`.
-
-    If they are not valid, raise a `RequestError` with the path of the whole `field`.
-    """
+    """Return a client's log-probabilities as `kind`; a `RequestError` has the path `field`."""
     try:
         return check(value, kind)
     except (RequestError, RecursionError) as error:
@@ -465,10 +431,7 @@ def _get_created(response: WireGenerateResponse) -> int:
 def _count_prompt_tokens(
     response: WireGenerateResponse, given: int | None, prompt: tuple[int, ...]
 ) -> int:
-    """Return how many tokens a prompt has.
-
-    It is the number `given` by the client, else that in the response's usage, else `len(prompt)`.
-    """
+    """Return a prompt's length: as the client gave it, else as in the usage, else of `prompt`."""
     counted = None if response.usage is None else response.usage.prompt_tokens
     return next(count for count in (given, counted, len(prompt)) if count is not None)
 
@@ -476,10 +439,7 @@ def _count_prompt_tokens(
 def _make_usage(
     num_prompt_tokens: int, num_completion_tokens: int, *responses: WireGenerateResponse
 ) -> wire.Usage:
-    """Return the token counts of a response in OpenAI's form.
-
-    Of the details of the prompt's tokens they have those that all of `responses` have.
-    """
+    """Return the token counts, with those details of the prompts that all of `responses` have."""
     details = sum_details([response.usage for response in responses])
     return count_usage(num_prompt_tokens, num_completion_tokens, details=details)
 

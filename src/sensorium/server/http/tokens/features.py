@@ -1,9 +1,8 @@
 """Reads processed media items from a request into a rendered prompt, and writes them to a response.
 
-This module checks all that needs no model, with the names of the client's fields in errors: lists
-of equal length, token ranges, masks, encodings. Masks are expanded only for ranges that don't
-overlap, so that together they are no longer than the prompt. `engine.inputs.rendered_prompt` checks
-the rest.
+This module checks all that needs no model, with the names of the client's fields in errors, and
+`engine.inputs.rendered_prompt` the rest. Masks are expanded only for ranges that don't overlap, so
+that together they are no longer than the prompt.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ _Item = tuple[Any, Any]  # tensors and layout
 
 
 def read_features(features: WireFeatures, token_ids: Sequence[int]) -> RenderedPrompt:
-    """Return a prompt for the engine with these token ids and processed media items.
-
-    Raise a `RequestError` with the path of the client's field if the features are not valid.
-    """
+    """Return a prompt for the engine, or raise a `RequestError` with the client's field."""
     ranges: dict[str, list[PlaceholderRange]] = {}
     items: dict[str, list[_Item]] = {}
     with at("features"):
@@ -57,10 +53,7 @@ def read_features(features: WireFeatures, token_ids: Sequence[int]) -> RenderedP
 def _check_modalities(
     field: str, given: Mapping[str, Sequence[Any]], hashes: Mapping[str, Sequence[str]]
 ) -> None:
-    """Raise a `RequestError` unless each modality in `given` has one entry for each hash.
-
-    `field` is the name of the request's field that `given` comes from.
-    """
+    """Raise a `RequestError` unless each modality in `given` has one entry for each hash."""
     for modality in {**hashes, **given}:
         own, expected = given.get(modality), hashes.get(modality)
         if own is None or expected is None:
@@ -102,9 +95,8 @@ def _read_ranges(entries: Sequence[WirePlaceholder], num_tokens: int) -> list[Pl
 def _read_runs(runs: Sequence[int] | None, length: int) -> Sequence[int] | None:
     """Return the run lengths of an embedding mask, or raise a `RequestError` if they are wrong.
 
-    Runs of positions without and with an embedding alternate. Together they must have `length`
-    positions. `None` means that every position has an embedding. Some clients send empty runs after
-    the first one, so they are allowed.
+    Runs of positions without and with an embedding alternate. `None` means that every position has
+    an embedding. Some clients send empty runs after the first one, so they are allowed.
     """
     if runs is None:
         return None
@@ -137,9 +129,8 @@ def make_features(
 ) -> Features | None:
     """Return the processed media items of a rendered request, or `None` if it has none.
 
-    If `has_kwargs` is false, the result has hashes and token ranges, but no tensors. Tensors are
-    bytes for msgpack, else base64 text. The caller must keep the media items in the cache until
-    this returns. It may encode megabytes, so it must not run on the event loop.
+    Without `has_kwargs` they have no tensors. The caller must keep the media items in the cache
+    until this returns. It may encode megabytes, so it must not run on the event loop.
     """
     groups: dict[str, list[MultiModalFeatureSpec]] = {}
     for spec in processed.request.mm_features:
@@ -166,10 +157,7 @@ def _make_placeholder(spec: MultiModalFeatureSpec) -> Placeholder:
 def _encode_items(
     processed: ProcessedRequest, groups: dict[str, list[MultiModalFeatureSpec]], *, is_msgpack: bool
 ) -> dict[str, list[str | bytes]]:
-    """Return the encoded tensors of all media items: modality -> list in the prompt's order.
-
-    A media item that occurs several times in the prompt is encoded once.
-    """
+    """Return the encoded tensors by modality; an item that occurs several times is encoded once."""
     handles = {item.handle.mm_hash: item.handle for item in processed.items}
     encoded = {name: _encode_item(handle, is_msgpack) for name, handle in handles.items()}
     return {

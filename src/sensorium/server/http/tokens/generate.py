@@ -1,7 +1,4 @@
-"""The route `/inference/v1/generate`, which continues token ids and returns token ids.
-
-Media items were processed by another server, or are loaded by this one.
-"""
+"""The route `/inference/v1/generate`, which continues token ids and returns token ids."""
 
 from __future__ import annotations
 
@@ -91,11 +88,7 @@ def _make_prompt(request: GenerateRequest) -> Prompt:
 
 
 def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
-    """Return the URLs and uuids of media items by modality, as fields of a prompt.
-
-    The n-th marker of a modality in the prompt's token ids stands for the n-th part of that
-    modality. Raise an `ApiError` if a part is not valid.
-    """
+    """Return the URLs and uuids of media items by modality, as fields of a prompt."""
     media: dict[str, list[str | None]] = {}
     uuids: dict[str, list[str | None]] = {}
     for index, part in enumerate(parts):
@@ -113,7 +106,6 @@ def _read_parts(parts: Sequence[WireMediaPart]) -> TextPrompt:
 
 
 def _find_paths(request: GenerateRequest) -> WirePaths:
-    """Return the translation of field names in the engine's errors to this request's fields."""
     media: dict[str, list[FieldPath]] = {}
     for index, part in enumerate(request.content_parts or ()):
         media.setdefault(_MODALITIES[part.type], []).append(("content_parts", index))

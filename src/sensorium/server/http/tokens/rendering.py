@@ -1,7 +1,4 @@
-"""The routes that render, tokenize and detokenize, for which no model runs.
-
-To render is to turn a conversation or a prompt into token ids and processed media items.
-"""
+"""The routes that render (to token ids and processed media), tokenize and detokenize."""
 
 from __future__ import annotations
 
@@ -79,11 +76,7 @@ async def _render(
     id_prefix: str,
     is_list: bool = False,
 ) -> Response:
-    """Return the response with a request's prompts, rendered to token ids and processed media.
-
-    `prepare` makes the prompts and the sampling parameters. If `is_list` is true, the response is a
-    list of prompts, else the only prompt. `id_prefix` begins the request ids in the response.
-    """
+    """Answer with a list of the request's rendered prompts or, without `is_list`, the only one."""
     request, (prompts, params) = await read_call(
         http_request, context, kind, prepare, find_paths=find_paths
     )
@@ -147,9 +140,9 @@ class _Rendering:
     def _make_params(self, processed: ProcessedRequest) -> dict[str, Any]:
         """Return the sampling parameters for the response, without those that are defaults.
 
-        If the client has set no `max_tokens`, it is the rest of the model's context, if the context
-        length is known here. The constraint on the answer's form may depend on the rendered prompt.
-        Raise a `RequestError` if the prompt does not fit into the context.
+        `max_tokens` is by default the rest of the model's context, if its length is known. The
+        constraint may depend on the rendered prompt. Raise a `RequestError` if the prompt does not
+        fit.
         """
         num_tokens = len(processed.request.prompt_token_ids)
         structured = processed.request.sampling_params.structured_outputs
@@ -162,10 +155,7 @@ class _Rendering:
 
 
 def _get_given(params: SamplingParams) -> dict[str, Any]:
-    """Return the sampling parameters that differ from their defaults: name -> value.
-
-    `max_tokens` is included whenever it is not `None`.
-    """
+    """Return the parameters that differ from their defaults, and `max_tokens` if it is set."""
     given: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)

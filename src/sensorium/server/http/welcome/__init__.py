@@ -1,13 +1,12 @@
 """The pages of the server: the welcome page at `/`, and the documentation at `/docs`.
 
-The welcome page lets a visitor show the model a picture or a sound, ask about it, and see where
-time went. If the model transcribes, it shows the words of a sound at their times. The documentation
-shows the OpenAPI document. Both are files that are read once, load nothing from elsewhere, and use
-the routes that every client uses. The welcome page needs no key. Addresses in the files are
-relative, because the server may stand behind a proxy, under a path.
-
-Browsers ask every time whether a file has changed (`ETag`), so that a new version is never mixed
-with an old one.
+The welcome page lets a visitor show the model a picture or a recording, ask about it, and see where
+time went. If the model transcribes, it shows the words of a recording at their times. The
+documentation shows the OpenAPI document. Both are files that are read once, load nothing from
+elsewhere, and use the routes that every client uses. The welcome page needs no key. Addresses in
+the files are relative, because the server may stand behind a proxy, under a path. Browsers ask
+every time whether a file has changed (`ETag`), so that a new version is never mixed with an old
+one.
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ class Page:
     etag: str
 
     def make_response(self, known: str) -> Response:
-        """Return the file, or the status 304 if the browser already has this version of it.
-
-        `known` is the request's header `If-None-Match`: the tags of the versions that it has.
-        """
+        """Return the file, or the status 304 if `known` (`If-None-Match`) has its tag."""
         headers = {**_HEADERS, "etag": self.etag}
         tags = {tag.strip().removeprefix("W/") for tag in known.split(",")}
         if tags & {self.etag, "*"}:
@@ -88,7 +84,6 @@ class Page:
 
 
 async def get_page(request: Request) -> Response:
-    """Return the response with the web page, or with the file of one, at the request's path."""
     known = ",".join(request.headers.getlist("if-none-match"))
     return _read_page(PAGE_PATHS[request.scope["route"].path]).make_response(known)
 

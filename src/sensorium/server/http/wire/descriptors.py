@@ -9,11 +9,7 @@ _RESERVED_FILES = 1024  # for other files than connections: pipes, shared memory
 
 
 def raise_file_limit() -> int:
-    """Raise the limit on open files of this process, and return the limit on connections.
-
-    The new limit is what the system permits, at most 65,536 files. Some of them are reserved for
-    files other than connections of clients.
-    """
+    """Raise the limit on open files to what is permitted, and return that on connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

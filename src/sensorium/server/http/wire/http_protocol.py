@@ -1,26 +1,23 @@
-"""Connections of HTTP that are slow, or whose clients don't read.
+"""Connections of HTTP that are slow, or that have clients that don't read.
 
 uvicorn's parser keeps a request's line, headers and trailers until they are complete, however long
 they become and however slowly they come. Without a limit, one connection could fill the memory, and
 many could stay forever, before any handler is called. `LimitedHttpProtocol` limits the size and the
-time of headers. Bodies have limits of their own in `bodies.intake`. A request that wants to become
-a WebSocket has no body; one that announces a body is refused before the body comes. An upgrade to
-another protocol is ignored.
-
-What it receives it parses in turns (`turns`): a body in chunks of one byte, or many requests on one
+time of headers, and `bodies.intake` those of bodies. A request that wants to become a WebSocket has
+no body; one that announces a body is refused before the body comes. An upgrade to another protocol
+is ignored. Data is parsed in turns (`turns`): a body in chunks of one byte, or many requests on one
 connection, cost no other connection more than a few milliseconds at a time.
 
 It also ends the connections of clients that don't read their responses. Unread data waits in the
 kernel's queue and then in the connection's buffer. When the buffer is full, no more chunks are
-made; the engine goes on to generate, and the text is kept once. If a client takes no byte for the
-whole timeout, its connection is ended, and its request ends as if it had disconnected. A client
-that reads slowly keeps its connection: any byte that its machine acknowledges counts. The
-connection's buffer alone would not show that, because the kernel takes more data only when a large
-part of its own queue is free again.
+made; the engine still generates, and the text is kept once. If a client takes no byte for the whole
+timeout, its request ends as if it had disconnected. Any byte that its machine acknowledges counts.
+The connection's buffer alone would not show that, because the kernel takes more data only when a
+large part of its own queue is free again.
 
 A client that leaves ends all its requests: the one that runs, and those that wait behind it. The
 connection is read while they wait, up to limits. Beyond them, the kernel is asked whether the
-client has left. It can't know that while the client still has data for which there is no room.
+client has left. It can't see that while the client still has data for which there is no room.
 """
 
 from __future__ import annotations
@@ -55,24 +52,24 @@ _LINGER_NOT = struct.pack("ii", 1, 0)  # the C struct linger: on, for 0 seconds
 _LENGTH = b"content-length"
 _OF_BODIES = frozenset((_LENGTH, b"transfer-encoding"))
 _OF_HANDSHAKES = re.compile(rb"connection|upgrade|sec-websocket-.*")
-_PORTION_BYTES = 2**12  # to the parser at once, beside the rest of a body whose length is known
-_MAX_PIPELINED = 16  # requests that wait behind another one before the rest waits, too
-_PEER_LOOK_S = 0.25  # between two looks whether a client has left whose requests wait
+_PORTION_BYTES = 2**12  # to the parser at once, or the rest of a body with a known length
+_MAX_PIPELINED = 16  # requests that wait behind another one before reading stops
+_PEER_LOOK_S = 0.25  # between two checks whether a client with waiting requests has left
 # Chunks of bodies. One takes a microsecond.
 _MAX_CHUNKS = 2**13
 _CHUNKS_PER_S = 2**11
 
 
 class _RefusedError(Exception):
-    """Stops the parser at a request that is refused."""
+    """An exception that stops the parser at a request that is refused."""
 
 
 class _Flow(FlowControl):
     """uvicorn's flow control, which lets `Turns` decide whether the transport reads.
 
-    uvicorn calls `pause_reading` for each request that waits behind another one. That does nothing,
-    because `Turns` is held when too many wait, and who does not read can't notice that a client
-    leaves. `hold` is for bodies that no handler has taken.
+    uvicorn calls `pause_reading` for each request that waits behind another one. That does nothing:
+    `Turns` is held when too many wait, and a transport that does not read can't notice that a
+    client leaves. `hold` is for bodies that no handler has taken.
     """
 
     def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
@@ -95,8 +92,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """A uvicorn connection that limits the size and the time of headers, and unread responses.
 
     Bytes count as headers unless the same portion had a part of a body or the end of a request. A
-    timer runs while the client has to send a first request, the rest of its headers, or the rest
-    of a body that was refused. The connection's buffer of unread data is watched while it is full.
+    timer runs while the client has to send a first request, the rest of its headers, or the rest of
+    a body that was refused.
     """
 
     head_timeout_s = 30.0
@@ -106,7 +103,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.parser: RequestParser = RequestParser(self, self._take_plain_head)
-        self._plain_head: bytes | None = None  # of a request whose upgrade is ignored
+        self._plain_head: bytes | None = None  # of a request with an upgrade that is ignored
         self._is_understood = False
         self._num_head_bytes = 0
         self._is_in_head = False
@@ -143,7 +140,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._next_peer_look is not None:
             self._next_peer_look.cancel()
         self.pipeline.clear()
-        for cycle in self._unanswered:  # uvicorn knows the newest only
+        for cycle in self._unanswered:  # uvicorn has the newest only
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
@@ -234,9 +231,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Add a piece of a body to what no handler has taken yet, and stop reading if full.
 
-        uvicorn would stop at 64 KiB, which is less than one read. Then each read of a large body
-        waits for the handler, and a body of 3 MB takes 15 ms instead of 2. The limit is for all
-        requests that wait.
+        uvicorn would stop at 64 KiB, less than one read, and each read of a large body would wait
+        for the handler: 15 ms for 3 MB, instead of 2. The limit is for all requests that wait.
         """
         self._is_understood = True
         if self._num_expected is None:
@@ -270,15 +266,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_answered(self) -> bool:
-        """Whether no request of this connection waits for the end of its response."""
+        """Return whether no request waits for the end of its response."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing would end a connection from which nothing comes any more.
-
-        uvicorn forgets its timeout when something comes, be it only a line break.
-        """
+        """Return whether it could stay idle forever: a line break stops uvicorn's timeout."""
         has_timeout = self.timeout_keep_alive_task is not None or self._is_upgrade
         return self._is_answered and not has_timeout
 
@@ -286,10 +279,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._next_peer_look = self.loop.call_later(_PEER_LOOK_S, self._look_at_peer)
 
     def _look_at_peer(self) -> None:
-        """Close the connection if the client has left while its requests wait, else look again.
-
-        A transport that does not read would not notice.
-        """
+        """Close the connection if the client has left while its requests wait, else look again."""
         self._next_peer_look = None
         if not self.pipeline or self.transport.is_closing():
             return
@@ -343,10 +333,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._look_later(watch)
 
     def _count_unread(self) -> int:
-        """Return how many bytes the client has not read yet.
-
-        They wait in the connection's buffer and in the kernel's send queue.
-        """
+        """Return how many bytes wait in the connection's buffer and the kernel's send queue."""
         number = self.transport.get_extra_info("socket").fileno()
         return self.transport.get_write_buffer_size() + count_queued(number)
 
@@ -366,11 +353,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 def make_http_protocol(
     *, head_timeout_s: float, max_connections: int | None, stream_timeout_s: float
 ) -> type[LimitedHttpProtocol]:
-    """Return a class of HTTP connections with these limits, to be passed to uvicorn.
-
-    If `max_connections` is `None`, their number is not limited. If `stream_timeout_s` is 0, clients
-    may leave their responses unread for any time.
-    """
+    """Return a class of HTTP connections with these limits, to be passed to uvicorn."""
     limits = {
         "head_timeout_s": head_timeout_s,
         "max_connections": max_connections,

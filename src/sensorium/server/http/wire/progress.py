@@ -1,4 +1,4 @@
-"""Tells what a client has read, by what its machine has acknowledged."""
+"""Reads from the kernel what a client's machine has acknowledged."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ _ESTABLISHED = 1  # the state TCP_ESTABLISHED: neither side has closed
 
 
 class UnreadWatch:
-    """A stopwatch for how long a client has read none of the bytes that wait for it.
-
-    Callers pass the current time in seconds, and the number of bytes that wait.
-    """
+    """A stopwatch, in seconds, for how long a client reads none of the bytes that wait for it."""
 
     def __init__(self, timeout_s: float, *, num_bytes: int, now: float) -> None:
         self.interval_s = timeout_s / _LOOKS_PER_TIMEOUT
@@ -36,8 +33,7 @@ class UnreadWatch:
     def look(self, now: float, num_bytes: int) -> bool:
         """Return whether the client has read nothing for the whole timeout.
 
-        `num_bytes` is how many bytes wait now. If there are fewer than at the last call, the client
-        has read some of them, and the timeout begins anew.
+        If fewer bytes wait than at the last call, it has read some, and the timeout begins anew.
         """
         gap_s = min(now - self._looked, _MAX_GAP_LOOKS * self.interval_s)
         self._unread_s = 0.0 if num_bytes < self._num_bytes else self._unread_s + gap_s

@@ -11,10 +11,7 @@ MAX_HEAD_BYTES = 2**16
 
 
 def make_response(error: ApiError) -> bytes:
-    """Return the bytes of a whole HTTP response with this error, after which the server hangs up.
-
-    It is for connections on which no handler can respond.
-    """
+    """Return the bytes of an HTTP response with this error, after which the server hangs up."""
     body = error.make_body()
     headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers.items())
     head = (

@@ -1,8 +1,8 @@
-"""A parser of HTTP requests that goes on when it meets an upgrade that the server ignores.
+"""A parser of HTTP requests that continues after an upgrade that the server ignores.
 
-httptools takes what follows a head with `Upgrade` for another protocol, also the request's own
-body. But a server may ignore an upgrade and answer in HTTP/1.1 (RFC 9110, section 7.8), as it does
-for clients that offer HTTP/2 with a first request: `curl --http2` and Java's HttpClient.
+For httptools, what follows a head with `Upgrade` is another protocol, also the request's own body.
+But a server may ignore an upgrade and answer in HTTP/1.1 (RFC 9110, section 7.8), as it does for
+clients that offer HTTP/2 with a first request: `curl --http2` and Java's HttpClient.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _UPGRADE = b"upgrade"
 class RequestParser(httptools.HttpRequestParser):
     """httptools' parser, which asks at each upgrade whether there is a head to be parsed instead.
 
-    `take_head` returns that head, and forgets it; or `None`: the upgrade is reported with an
-    `HttpParserUpgrade`. What follows in the connection is parsed behind that head.
+    `take_head` returns that head and forgets it, or `None`: then an `HttpParserUpgrade` is raised.
+    What follows in the connection is parsed behind that head.
     """
 
     def __init__(self, protocol: object, take_head: Callable[[], bytes | None]) -> None:
@@ -33,7 +33,6 @@ class RequestParser(httptools.HttpRequestParser):
         self.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override] # no other type is given
-        """Parse a portion of what the client sent, and call the methods of the protocol."""
         while True:
             try:
                 super().feed_data(data)

@@ -16,7 +16,7 @@ _MAX_TURN_PIECES = 64  # and those of the portion in which this number is reache
 
 
 class Allowance:
-    """How often something may happen: `most` times at once, and `per_s` times more each second."""
+    """An allowance: `most` events at once, and `per_s` more each second."""
 
     def __init__(self, most: float, *, per_s: float, now: float) -> None:
         self._most = most
@@ -33,13 +33,11 @@ class Allowance:
 
 
 class Turns:
-    """What a connection has received and its parser was not given yet.
+    """The received data of a connection that its parser has not got yet.
 
-    It decides when the transport reads: not while something waits here, nor while `is_held` says
-    that the parser may get no more. Call `go_on` when that has ended. `parse` gets each portion,
-    and `get_size` says before how many bytes it may have at most.
-
-    `transport` must be set before anything is added.
+    It decides when the transport reads: not while data waits here, nor while `is_held` returns
+    true. Call `go_on` when that has ended. `get_size` returns how many bytes the next portion may
+    have. `transport` must be set before anything is added.
     """
 
     transport: asyncio.Transport
@@ -66,7 +64,6 @@ class Turns:
 
     @property
     def has_rest(self) -> bool:
-        """Whether something waits for its turn."""
         return len(self._rest) > 0
 
     def add(self, data: bytes) -> None:
@@ -78,7 +75,6 @@ class Turns:
             self._take_turn()
 
     def count_piece(self) -> None:
-        """Count a piece that the parser has found."""
         self._num_pieces += 1
 
     def go_on(self) -> None:

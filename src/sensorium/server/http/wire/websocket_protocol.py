@@ -25,7 +25,7 @@ from sensorium.server.http.wire.refusals import make_handshake_refusal, make_res
 from sensorium.server.http.wire.turns import Allowance, Turns
 
 logger = logging.getLogger(__name__)
-MAX_FRAGMENTS = 2**12  # of one message; beside them, those of the portion that reaches it
+MAX_FRAGMENTS = 2**12  # of one message, and those of the portion that reaches it
 MAX_CONTROL_FRAMES = 600  # at once
 CONTROL_FRAMES_PER_S = 10  # more
 _PORTION_BYTES = 2**10  # to the parser at once: up to 170 frames
@@ -48,16 +48,16 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
     """A uvicorn WebSocket that costs other connections little, whatever its client sends.
 
     A handshake that the library can't parse is refused at once. uvicorn would not notice it, and
-    keep the connection for ever. A client that breaks a limit gets a close frame with its reason:
+    keep the connection forever. A client that breaks a limit gets a close frame with its reason:
     1009 for too many fragments, 1008 for too many control frames, 1007 for text that is no UTF-8.
     Its connection stays open a moment longer, but is not read: a client that connects again at once
     would else take as much of the server as without a limit. It also gets to read the close frame,
     which a reset, the answer to what it still sends, might make it lose.
 
-    A client that sends faster than it is read can't answer a ping in time: the answer waits behind
-    all that it has sent. So it counts as alive while it sends. While reading is paused, the kernel
-    can't report that the client has left. Then it counts as alive if its machine acknowledges the
-    bytes of the ping, and has not closed the connection.
+    A client that sends faster than it is read can't answer a ping in time, because the answer waits
+    behind its data. So it counts as alive while it sends. While reading is paused, the kernel can't
+    report that the client has left. Then it counts as alive if its machine acknowledges the bytes
+    of the ping, and has not closed the connection.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -238,11 +238,11 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 class RealtimeProtocol(LimitedWebSocket):
     """A WebSocket that lets its session end in peace when the server stops.
 
-    When the server stops, uvicorn would close it at once. Instead an event in the scope's state,
-    `draining`, is set, and the session closes it when it is done. Another event, `lost`, is set
-    when the connection has ended, because a session that reads no messages would not notice.
-    `abort` in the state drops the connection and what the client did not read. `hang_up` sends that
-    first, and then ends the connection without waiting for the client's close frame.
+    uvicorn would close it at once. Instead an event in the scope's state, `draining`, is set, and
+    the session closes it when it is done. Another event, `lost`, is set when the connection has
+    ended, because a session that reads no messages would not notice. `abort` in the state drops the
+    connection and unread data. `hang_up` sends these first, but does not wait for the client's
+    close frame.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

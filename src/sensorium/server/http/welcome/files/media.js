@@ -1,4 +1,4 @@
-// Pictures, videos and sounds: chosen, dropped, drawn or recorded, as parts of a message.
+// Pictures, videos and audio: chosen, dropped, drawn or recorded, as parts of a message.
 
 export const RATE = 16000; // what speech encoders take
 const PIECE = 3 << 20; // bytes that are read at once: without a rest, in base64
@@ -7,7 +7,7 @@ const EXTENSIONS = {
   video: /\.(mp4|m4v|mov|webm|mkv|avi)$/i,
   audio: /\.(wav|mp3|flac|ogg|oga|opus|m4a|aac)$/i,
 };
-export const WORDS = { image: "Picture", video: "Video", audio: "Sound" };
+export const WORDS = { image: "Picture", video: "Video", audio: "Audio" };
 
 export function findKind(file) {
   const kind = file.type.split("/")[0];
@@ -29,7 +29,7 @@ function encode(piece, name) {
  * first is a Blob, made in pieces: a long video is longer than a string can be. */
 export async function readMedia(file) {
   const kind = findKind(file);
-  if (!kind) throw new Error(`${file.name} is no picture, video or sound.`);
+  if (!kind) throw new Error(`${file.name} is no picture, video or audio.`);
   const type = /^[\w.+-]+\/[\w.+-]+$/.test(file.type) ? file.type : "application/octet-stream";
   const pieces = [`data:${type};base64,`];
   for (let at = 0; at < file.size; at += PIECE)

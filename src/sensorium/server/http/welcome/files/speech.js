@@ -1,4 +1,4 @@
-// Transcripts: what is said in a sound or a video, with each word at its time.
+// Transcripts: what is said in audio or a video, with each word at its time.
 
 import { make } from "./trace.js";
 

@@ -80,7 +80,7 @@ function setAbilities(capabilities) {
   document.body.classList.toggle("transcribes", transcribes);
   document.body.classList.toggle("chats", capabilities.includes("chat") || !transcribes);
   $("live").hidden = !capabilities.includes("realtime");
-  $("composer").ariaLabel = chats() ? "Your question" : "Your sound";
+  $("composer").ariaLabel = chats() ? "Your question" : "Your recording";
   $("turns").ariaLabel = chats() ? "Conversation" : "Transcripts";
   if (chats()) return;
   $("new").replaceChildren("Clear");
@@ -208,7 +208,7 @@ function transcribeAll(files) {
 /** Transcribes a file, and shows the words at their times. False: it was stopped. */
 async function hear(file) {
   const kind = findKind(file) ?? "audio"; // the server says what is wrong with it
-  if (kind === "image") throw new Error(`${file.name} is no sound or video.`);
+  if (kind === "image") throw new Error(`${file.name} is no audio or video.`);
   const media = { kind, name: file.name, preview: URL.createObjectURL(file) };
   const controller = new AbortController();
   const player = drawMedia(media);
@@ -235,7 +235,7 @@ async function hear(file) {
   return !controller.signal.aborted;
 }
 
-/** Begins to write down what the microphone hears, or ends that. */
+/** Starts to transcribe what the microphone records, or stops. */
 async function toggleLive() {
   if (live) return live.stop();
   if (running) return notify("Something else is being answered: wait for it, or stop it.");
