@@ -1,9 +1,9 @@
-"""Measures what attacks cost the neighbours: how long three honest clients wait beside each one.
+"""Measures what attacks cost the neighbours: how long three honest clients wait during each one.
 
 One server for each attack, on the embedded model or on a tiny Whisper. Quiet and attacked windows
 take turns, so that both see the same machine; in each window three clients ask side by side: one
 with text, one with a picture that is cached and one with a picture that is new, or else with a
-sound that is cached, a new one and a longer one. Every answer is checked. An attack passes if no
+clip that is cached, a new one and a longer one. Every answer is checked. An attack passes if no
 answer is wrong or refused, the median wait is at most twice the quiet one, and the longest at most
 three seconds more. The attacker is a process of its own, on the same machine.
 

@@ -6,7 +6,7 @@ same flags; the checkout that goes first changes with every turn. The output lis
 that the benchmark prints, the medians of both and the median of the ratios of this checkout to the
 other within one turn.
 
-python benchmarks/beside.py CHECKOUT NAME [--turns N] [--flags=FLAGS] [--record]
+`python benchmarks/beside.py CHECKOUT NAME [--turns N] [--flags=FLAGS] [--record]`
 
 The last line of the output is JSON.
 """

@@ -108,7 +108,7 @@ class Subject:
         return (middle - start + perf_counter_ns() - restart) / 1e3
 
     def move_to_middle(self) -> None:
-        """Go on until the middle half of the prefill."""
+        """Step until the middle half of the prefill."""
         num_tokens = self.request.num_prompt_tokens
         if self.request.num_computed_tokens + WINDOW > num_tokens * 3 // 4:
             self._begin()
@@ -116,7 +116,7 @@ class Subject:
             self.step()
 
     def move_to_decode(self) -> None:
-        """Go on until behind the prefill, with tokens left to make."""
+        """Step until the prefill has ended, with tokens left to generate."""
         if self.request.num_output_tokens >= DECODE_TOKENS - 1:
             self._begin()
         while self.request.num_output_tokens == 0:
@@ -129,7 +129,7 @@ class Subject:
         return (perf_counter_ns() - start) / 1e3
 
     def time_free_item(self) -> float:
-        """Release one item of the window, then let the step go on as usual."""
+        """Release one item of the window, then let the step continue as usual."""
         output = self.scheduler.schedule()
         held = min(self.scheduler.encoder_cache.get_cached_input_ids(self.request))
         for entry in output.scheduled:

@@ -100,7 +100,7 @@ class GpuTimes:
 
 
 class _Timed:
-    """A recording whose replays are timed."""
+    """A recording that measures the time of its replays."""
 
     def __init__(self, recording: Any, events: list[tuple[Any, Any]]) -> None:
         self._recording = recording
@@ -221,10 +221,13 @@ def build_core(
         enforce_eager=mode == "eager",
         fusion=mode == "fused",
     )
-    limits = resolve_limits(options, text_config=hf_model.text_config, device=hf_model.device)
+    limits = resolve_limits(
+        options, text_config=hf_model.text_config, kind=hf_model.kind, device=hf_model.device
+    )
     memory = plan_memory(
         hf_model.config,
         options,
+        kind=hf_model.kind,
         limits=limits,
         weights_bytes=0,  # they are there already
         element_size=hf_model.dtype.itemsize,

@@ -1,9 +1,9 @@
-"""A server under load: times to the first token and throughput, beside those of another server.
+"""A server under load: times to the first token and throughput, next to those of another server.
 
 Measures our server, which it starts (`--serve DIR`, flags for it behind `--`) or finds running
 (`--url`). With `--beside URL` it sends the same requests to a peer that serves the same model, for
 example vLLM: each load to one server and then to the other, which goes first in turn. It asks both
-how many prompt tokens each kind of request has, and refuses to go on if they differ; so it does if
+how many prompt tokens each kind of request has, and stops if they differ; so it does if
 a request in the rounds is counted differently, an answer has another length than was asked for, or
 two transcripts of a clip differ.
 
@@ -20,8 +20,8 @@ and sent by several processes; pictures, clips and texts are new in each round. 
 to the peer's within a round, and of several rounds the median. `--make` first makes a random
 Qwen2.5-VL for `--serve`, as `qwen_shapes.py` does.
 
-python benchmarks/cuda_server.py (--serve DIR | --url URL) [--beside URL] [--loads NAME ...]
-    [--peer-name NAME] [--peer-command TEXT] [--record-to PATH]
+`python benchmarks/cuda_server.py (--serve DIR | --url URL) [--beside URL] [--loads NAME ...]
+    [--peer-name NAME] [--peer-command TEXT] [--record-to PATH]`
 
 The last line of the output is JSON.
 """
@@ -59,7 +59,10 @@ def make_plan(arguments: argparse.Namespace, url: str) -> Plan:
         loads = {name: shrink(load) for name, load in loads.items()}
         probes = {name: shrink(load) for name, load in probes.items()}
     return Plan(
-        sides={"ours": url, **({"peer": arguments.beside} if arguments.beside else {})},
+        sides={
+            "ours": url,
+            **({"peer": arguments.beside} if arguments.outside_audio else {}),
+        },
         loads=loads,
         probes=probes,
         seed=arguments.seed,

@@ -35,7 +35,7 @@ SIDE = 74  # patches of 14 × 14 along a side of 1024, as the processor rounds i
 
 
 def make_tower(depth: int, device: str) -> Any:
-    """A model whose decoder is small, with the whole tower."""
+    """Return a model with a small decoder and the whole tower."""
     import transformers
 
     config = make_config("3b")

@@ -4,12 +4,12 @@ Planning, the preparation of the batch, sampling and taking the results of 64 re
 prompt tokens, with the worker and the scheduler of the engine. The model is replaced by one that
 returns the same tensor in every step, and its vocabulary is small, so that what a device would
 compute takes next to nothing. The path is that of CUDA graphs, with tensors in host memory; the
-path without graphs is measured too.
+path without graphs is also measured.
 
 python benchmarks/host_step.py [--requests N] [--steps N] [--record]
 
 The last line of the output is JSON: medians in microseconds for one step. To compare two commits,
-run it with benchmarks/beside.py.
+run it with `benchmarks/beside.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ KINDS = {
 
 
 class ConstantModel:
-    """A model whose forward pass returns a constant tensor. It has positions of three kinds."""
+    """A model that returns a constant tensor, and has positions of three kinds."""
 
     device = CPU
     dtype = torch.float32

@@ -27,7 +27,7 @@ _STOP_S = 90.0
 
 
 def get_command() -> list[str]:
-    """The console script beside this interpreter, if it runs this checkout."""
+    """Return the console script next to this interpreter, or else a command for this checkout."""
     script = Path(sys.executable).with_name("sensorium")
     return [str(script)] if script.exists() else [sys.executable, "-c", _MODULE]
 

@@ -2,7 +2,7 @@
 
 A client is one process with one event loop. It makes the bodies of its part of a load while no
 clock runs, keeps them, and sends the same bytes to one server after another. It takes answers as
-raw bytes and reads them once they are complete, apart from the first text, so that the clients take
+raw bytes and reads them once they are complete, except for the first text, so that the clients take
 a small part of the machine.
 """
 
@@ -181,7 +181,7 @@ async def send(url: str, path: str, bodies: dict[int, bytes], num_at_once: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The part of a load whose bodies a client makes."""
+    """The part of a load for which a client makes the bodies."""
 
     batch: Batch
     indices: list[int]

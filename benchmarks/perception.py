@@ -1,14 +1,16 @@
-"""Measures what perceiving an item costs: again, for the first time, and on its way to the core.
+"""Measures what an item costs: again, for the first time, and on its way to the core.
 
 hit: from an OpenAI message with a 1.9 MB PNG as a data URL, which the cache has, to features ready;
-against decoding the base64 (pybase64) and digesting (sha256) those bytes alone.
-cold: PNGs of 1024 × 1024 per second, never seen before, with 2 processes against 1.
+against decoding the base64 (pybase64) and digesting (sha256) those bytes alone. The PNG has
+796 × 796 pixels of noise, which the processor makes 784 × 784: 784 tokens.
+cold: PNGs of 1024 × 1024 per second, never seen before, with 2 processes against 1. The processor
+makes them 980 × 980: 1,225 tokens.
 transfer: an item of 10 MB from a process of the pool to the core's hands, from asking the pool (for
 a result that it has ready) to having the tensors; against copying 10 MB, and sending them over ZMQ
-to another process and hearing back.
+to another process and receiving an answer.
 
-The processor is Qwen2.5-VL's with its usual limits on size. Everything runs in turn, many times, in
-one run; the figures are medians, in milliseconds.
+The processor is Qwen2.5-VL's, limited to 1,280 tokens a picture (its own limit is 16,384).
+Everything runs in turn, many times, in one run; the figures are medians, in milliseconds.
 
 python benchmarks/perception.py [--rounds N] [--record]
 
@@ -67,7 +69,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from make_tiny_models import make_family
 
 ROOT = Path(__file__).parent.parent
-USUAL_SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+SIZE = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}  # in pixels: 1,280 tokens
 ITEM_BYTES = 10_000_000
 HANDLER = "perception:ReadyHandler"
 LAYOUT = ItemLayout(text="x", token_id=0, num_embeds=1)
@@ -122,7 +124,7 @@ def make_png(width: int, height: int, *, noise: int = 256) -> bytes:
 def perceiving(**options: Any) -> Iterator[tuple[InputProcessor, MediaParts]]:
     """Build a frontend without an engine."""
     directory = str(make_family("qwen2_5_vl", ROOT / "build" / "tiny-models"))
-    media = MediaOptions(mm_processor_kwargs={"size": USUAL_SIZE}, **options)
+    media = MediaOptions(mm_processor_kwargs={"size": SIZE}, **options)
     loading = LoadingOptions(model=directory)
     caches = build_caches(media, build_store(media))
     frontend = build_frontend(loading, read_checkpoint(loading), media, caches)

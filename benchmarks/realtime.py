@@ -1,8 +1,8 @@
-"""Measures sounds that go on: what a chunk costs as a session grows old, and how many fit.
+"""Measures streaming audio: what a chunk costs as a session grows old, and how many fit.
 
 core: one session of 32,768 chunks of 80 ms, which is 43 minutes. No model runs. Measured is what
 the core does for a chunk: it reads the message, admits the features, schedules, gathers the inputs
-of the step and frees what the window has passed. Beside it stand the bytes of the messages to and
+of the step and frees what the window has passed. Next to it stand the bytes of the messages to and
 from the core, and what the session holds in memory.
 
 age: the same over a WebSocket to any server at --url: chunks are sent in blocks of two seconds, and
@@ -167,7 +167,7 @@ def run_session(num_items: int) -> Iterator[tuple[float, int, int]]:
             outputs += core.step()
         cost_us = (perf_counter_ns() - began) / 1e3
         if index < PROMPT:
-            continue  # the first chunks are the sound of the prompt
+            continue  # the first chunks are the audio of the prompt
         answer = messages.encode_message(messages.CoreOutputs((), tuple(outputs)))
         yield cost_us, len(header) + len(frame), len(answer)
 
@@ -279,7 +279,7 @@ def measure_engine(
 def time_rounds(
     core: EngineCore, num_sessions: int, num_rounds: int, bins: int
 ) -> dict[str, float]:
-    """Give all sessions 80 ms of sound at a time, and return how long they take, in ms."""
+    """Give all sessions 80 ms of audio at a time, and return how long they take, in ms."""
     names = [f"s{index}" for index in range(num_sessions)]
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     generator = torch.Generator().manual_seed(0)

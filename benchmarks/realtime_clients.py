@@ -42,7 +42,7 @@ def open_socket(address: str) -> Any:
 
 
 async def measure_age(url: str, seconds: float, model: str | None) -> dict[str, list[float]]:
-    """Send a long sound block by block, and return what each block took in milliseconds."""
+    """Send long audio block by block, and return what each block took in milliseconds."""
     costs: list[float] = []
     async with open_socket(get_address(url)) as socket:
         await socket.recv()
@@ -68,9 +68,9 @@ async def measure_age(url: str, seconds: float, model: str | None) -> dict[str, 
 
 
 async def talk(socket: Any, audio: Any, until: float) -> list[float]:
-    """Say a sound in real time, again and again, and return the lag of each text in seconds.
+    """Send a clip in real time, again and again, and return the lag of each text in seconds.
 
-    Some noise is added each time, because a sound that was heard before would come from a cache.
+    Some noise is added each time, because a clip that was received before would come from a cache.
     """
     lags = []
     speech, generator = audio, np.random.default_rng()

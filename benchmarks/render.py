@@ -7,8 +7,8 @@ counted; figures are medians over the rounds. `per_core`: renders for each secon
 that the server's processes took, where these are known (those that are started here, or below
 --pid); clients have a process of their own.
 
-Without --base-url it starts `sensorium render` on a tiny Qwen2.5-VL whose processor has the sizes
-of the real one. Any other server is measured beside it with --base-url (its render route, JSON
+Without --base-url it starts `sensorium render` on a tiny Qwen2.5-VL with a processor that has the
+real sizes. Any other server is measured next to it with --base-url (its render route, JSON
 only unless it answers msgpack), one after the other in each round:
 
 python benchmarks/render.py [--base-url NAME=URL[,PID]] [--rounds N] [--requests N] [--record]

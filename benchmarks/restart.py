@@ -1,10 +1,10 @@
-"""How soon a restarted engine has the embeddings of an image that its disk cache knows.
+"""How soon a restarted engine has the embeddings of an image that is in its disk cache.
 
 The model has the shape of Qwen2.5-VL with about 10 million random parameters, in float32, and the
 image has 1024 x 1024 pixels of noise, which no two rounds share. In each round an engine with an
 empty disk cache gets a new image (cold), and one that starts anew with the same cache gets it again
 (warm). Both have processed another image before, so that nothing is measured that happens once.
-The time goes from the request's arrival until the engine has the image's embeddings; beside it
+The time goes from the request's arrival until the engine has the image's embeddings; next to it
 stands the time until the first token.
 
 python benchmarks/restart.py [--rounds N] [--pixels N] [--record]

@@ -13,11 +13,11 @@ encoded once. `own_ms_per_request` is what our router itself takes for a request
 for texts is Ray's own.
 
 `simulate` runs nothing but the rules. A replica serves one request after the other. It needs
-`HIT_S` for an image that it has perceived and still holds, and `MISS_S` more for another. Its
+`HIT_S` for an image that it has encoded and still holds, and `MISS_S` more for another. Its
 cache holds the last 100 images.
 For each replica there are 75 images and 300 requests; how often an image is used is geometric with
 a mean of 4, and their order is random. Requests arrive at random, at 70 % of what all replicas can
-serve if every image is perceived once. All ask the same question, as users of one application do.
+serve if every image is encoded once. All ask the same question, as users of one application do.
 
 The rules that are compared:
   media         ours: the home of the image, and elsewhere when that has too much to do
@@ -30,7 +30,7 @@ The rules that are compared:
 
 `hit rate` is the share of requests for which the image was in the cache, against that of one server
 with all the memory of the world. `imbalance` is the work of the busiest replica against the mean.
-`again` counts images that were perceived once more than needed, for each replica, after one of the
+`again` counts images that were encoded once more than needed, for each replica, after one of the
 replicas was lost or a new one came in the middle of the trace.
 
 The last line of the output is JSON.
@@ -277,7 +277,7 @@ def plot(figures: dict[str, Any], folder: Path) -> None:
 
 def serve_traces() -> dict[str, Any]:
     """Serve the traces of mean 4 and mean 12 with all routers, in a real Ray Serve."""
-    # Before Ray is imported: it reports to nobody, listens on 127.0.0.1 only, and its processes
+    # Before Ray is imported: it sends no reports, listens on 127.0.0.1 only, and its processes
     # find the modules of this folder.
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -31,7 +31,7 @@ from sensorium.types.sampling import SamplingParams
 from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput
 
 STEP_S = 0.008  # of a step, whatever is in it
-ENCODE_S = 0.12  # more for each image that is perceived and encoded
+ENCODE_S = 0.12  # more for each image that is encoded
 NUM_TOKENS = 8  # of an answer
 NUM_EMBEDS = 64  # of an image
 CACHE_SIZE = 100  # images in an encoder cache
@@ -128,7 +128,7 @@ def _make_request(request_id: str, image: str) -> EngineCoreRequest:
 
 
 class LeastQueueRouter(RequestRouter):
-    """A router that leaves the choice to Ray, which takes the shortest queue that it knows."""
+    """A router that leaves the choice to Ray, which takes the shortest queue that it has read."""
 
     async def choose_replicas(
         self,
@@ -269,6 +269,6 @@ async def _ask(handle: Any, image: str, found: Found) -> None:
 async def _measure_idle(handle: Any, found: Found) -> None:
     """Ask for an image that is known, again and again, and note what is not the engine's step."""
     apart = Found()
-    for _ in range(2 * NUM_IDLE):  # of which the first perceive the image, wherever they go
+    for _ in range(2 * NUM_IDLE):  # the first ones encode the image, wherever they go
         await _ask(handle, "idle", apart)
     found.idle = [wait - STEP_S for wait in apart.waits[NUM_IDLE:]]

@@ -46,7 +46,7 @@ class Load:
     num_media: int | None = None  # how many different ones there are; None: one for each request
     are_known: bool = False  # the media are sent before the clock runs
     has_text_before: bool = False  # text that differs from request to request, before the media
-    repeats: str | None = None  # the load whose media are sent again
+    repeats: str | None = None  # the load from which media are sent again
     sampling: dict[str, Any] = field(default_factory=lambda: _GREEDY)
     is_seeded: bool = False  # each request has its own seed
     side: int = 1024  # pixels of a PNG's side; the sizes of JPEGs are scaled with it
@@ -250,7 +250,7 @@ class Batch:
 
 
 def make_picture(draw: np.random.Generator, width: int, height: int) -> npt.NDArray[np.uint8]:
-    """Return waves with a little noise, whose PNG is as large as that of a photograph."""
+    """Return waves with a little noise, so that their PNG is as large as that of a photograph."""
     across = np.linspace(0, 2 * np.pi, width, dtype=np.float32)
     down = np.linspace(0, 2 * np.pi, height, dtype=np.float32)
     pixels = np.zeros((height, width, 3), np.float32)
@@ -294,7 +294,7 @@ def make_clip(key: tuple[int, ...], number: int, seconds: float) -> bytes:
     """Return a WAV file with noise, and with tones that come and go as syllables do.
 
     There are only so many sets of tones, because each takes long to make. The first samples are
-    drawn for each clip, too quiet to be heard, so that no two files are alike.
+    drawn for each clip, at a very low volume, so that no two files are alike.
     """
     file = io.BytesIO()
     with wave.open(file, "wb") as writer:

@@ -1,6 +1,6 @@
 """Keeps a server at saturation for minutes: nothing may be lost, be wrong, grow or hang.
 
-A real server on a tiny model with pictures, video and sound, and with caches so small that they
+A real server on a tiny model with pictures, video and audio, and with caches so small that they
 evict all the time. Clients ask without a pause: good requests of all kinds, half of them streamed;
 one in five is bad; one in seven leaves at a random moment. Every answer is checked: its status, its
 end, and that a greedy answer is the same each time. At the end nothing may be in flight, and the

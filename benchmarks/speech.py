@@ -1,11 +1,11 @@
-"""Seconds of sound that are transcribed in a second, against Transformers' `generate`.
+"""Seconds of audio that are transcribed in a second, against Transformers' `generate`.
 
 Whisper tiny.en in float32. Clips have 10 seconds of noise, no two alike, and the number of tokens
 that each is decoded to is fixed for all parties: 25, or from 5 to 60 with the same mean. The
 parties are `LLM.generate`, `model.generate` one clip after another, and `model.generate` with all
 clips in one batch, which runs to the longest answer. Features are computed within the time of each.
 They run in turn, several times, in one process with the same number of threads. Ratios are those of
-neighbours in time, and all figures are medians. Beside the time that has passed stands that of the
+neighbours in time, and all figures are medians. Next to the elapsed time stands that of the
 processors, which other programs on the machine disturb less.
 
 again: `LLM.transcribe` of files for the first time and for the second, and how often a file is
@@ -64,7 +64,7 @@ _seeds = count()
 
 @dataclass(frozen=True, kw_only=True)
 class Clips:
-    """Sounds, and to how many tokens each of them is decoded."""
+    """Audio clips, and to how many tokens each of them is decoded."""
 
     audios: list[Samples]
     lengths: list[int]
@@ -72,7 +72,7 @@ class Clips:
 
 @dataclass(kw_only=True)
 class Times:
-    """The seconds that a party took for a second of sound, by the clock and of processors."""
+    """The seconds that a party took for a second of audio, by the clock and of processors."""
 
     clock: list[float] = field(default_factory=list)
     processors: list[float] = field(default_factory=list)
@@ -124,7 +124,7 @@ def run_ours(llm: LLM, prompt: list[int], clips: Clips) -> Answers:
 
 
 def make_clips(size: int, *, is_mixed: bool) -> Clips:
-    """Make sounds that no cache has seen."""
+    """Make clips that no cache has seen."""
     generator = np.random.default_rng(next(_seeds))
     audios = [generator.normal(0, 0.1, int(CLIP_S * RATE)).astype(np.float32) for _ in range(size)]
     lengths = [MIXED[i % len(MIXED)] if is_mixed else NUM_TOKENS for i in range(size)]

@@ -1,6 +1,6 @@
 """Measures the time from `sensorium serve` to the first 200 of /health.
 
-A bare import of torch and transformers stands beside it. Each run is fresh processes; both kinds
+A bare import of torch and transformers stands next to it. Each run is fresh processes; both kinds
 run in turn, after one round that is not counted; the figures are medians. The server is the
 installed console script on a tiny model with its defaults. `stages`, in seconds after the start:
 the core and the frontend are started by the parent; then each of them has imported and built what

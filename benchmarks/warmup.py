@@ -1,8 +1,8 @@
 """Measures what a warm-up is worth, and the memory of a server without an engine.
 
 Starts real servers on this machine, in turn with warm-up and with --no-warmup: the time until they
-are healthy, and the latency of the first request of a kind beside the median of the following ones,
-each with an image that the server has not seen. Then the memory of `sensorium render` beside that
+are healthy, and the latency of the first request of a kind and the median of the following ones,
+each with an image that the server has not seen. Then the memory of `sensorium render` next to that
 of `sensorium serve` with the same model.
 
     python benchmarks/warmup.py [--model DIR] [--rounds N] [--route PATH] [--record]

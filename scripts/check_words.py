@@ -23,7 +23,7 @@ PYTHON_FOLDERS = ("src", "scripts", "benchmarks", "training", "tests")
 # Decisions and changes of earlier versions keep the words that they were written in.
 HISTORY = ("docs/adr/", "CHANGELOG.md")
 # Texts that models are asked with.
-PROMPTS = ("src/sensorium/speech/instructions.py",)
+PROMPTS = ("src/sensorium/speech/instructions.py", "src/sensorium/embedded/samples.py")
 MAX_COLUMNS = 100
 MIN_WORDS = 4
 # Words of daily speech for which the field has its own, or that hide what is meant. The value says
@@ -124,8 +124,9 @@ def check_messages(source: str) -> Iterator[tuple[int, str]]:
     documented = (node for node in ast.walk(tree) if isinstance(node, Documented) and node.body)
     docstrings = {id(getattr(node.body[0], "value", None)) for node in documented}
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and id(node) not in docstrings and " " in node.value.strip():
+        if not isinstance(node, ast.Constant) or id(node) in docstrings:
+            continue
+        if isinstance(node.value, str) and " " in node.value.strip():
             for advice in _check_words(node.value, MESSAGE_WORDS):
                 yield node.lineno, f"the message has {advice}"
 

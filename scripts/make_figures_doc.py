@@ -3,9 +3,9 @@
     python scripts/make_figures_doc.py [--check]
 
 docs/figures.md is `scripts/figures_page.txt` with each `{record/path:format}` replaced by the
-number at that place of `benchmarks/records/RECORD.json`, and with the tables of two servers that
-were measured beside each other. README.md has such a table between two marks, docs/security.md one
-of what attacks cost. `--check` writes nothing and fails if a page says something else.
+number at that place of `benchmarks/records/RECORD.json`, and with the tables that compare two
+servers. README.md has such a table between two marks, docs/security.md one of what attacks cost.
+`--check` writes nothing and fails if a page differs from the records.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import string
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,18 +32,18 @@ MARKS = "<!-- made by scripts/make_figures_doc.py -->", "<!-- until here -->"
 SHAPES = {"3B": "beside_vllm_3b", "7B": "beside_vllm_7b", "Whisper": "beside_vllm_whisper"}
 # In the order of the page. The name is that of the benchmark.
 ATTACKS = {
-    "9 long text": "texts of 8 MB, four clients, each two seconds after its last answer",
-    "10 enlarged media": "small pictures whose options ask for large ones, ten a second",
-    "11 slow hosts": "64 slow addresses in a request",
-    "12 costly media": "videos of 50 gigapixels in 100 KB, which are refused",
-    "12 costly media within the limits": "videos of 7 gigapixels, which are decoded, without end",
-    "13 slow bodies": "512 bodies that drip",
+    "9 long text": "texts of 8 MB from four clients, each two seconds after its last answer",
+    "10 enlarged media": "small pictures with options that enlarge them, ten a second at most",
+    "11 slow hosts": "128 URLs of a host that never answers, 64 of them in one request",
+    "12 costly media": "videos of 50 gigapixels in 100 KB from two clients, which are refused",
+    "12 costly media within the limits": "videos of 7 gigapixels from two clients, decoded",
+    "13 slow bodies": "600 bodies and 100 heads at one byte a second, and 100 silent connections",
     "14 full disk": "a full disk of temporary files",
-    "16 greedy stream": "128 completions that the client never reads",
-    "22 bad handshakes": "handshakes of WebSockets that can't be parsed, without end",
-    "23 small pieces": "fragments, pings and chunks of a few bytes, as fast as they are taken",
+    "16 greedy stream": "a request for 128 completions, whose stream the client never reads",
+    "22 bad handshakes": "WebSocket handshakes that can't be parsed, without end",
+    "23 small pieces": "fragments, pings and chunks of a few bytes, sent without a pause",
     "24 long prompts": "prompts that fill the context, without end",
-    "21 endless speech": "1.5 seconds of audio with options that make a Whisper write without end",
+    "21 endless speech": "1.5 seconds of audio, four clients, options that make Whisper never stop",
 }
 _WAIT = "ttft_p50_ms"
 _TIMES = ("ms", "s")  # less is better
@@ -59,7 +59,7 @@ def read_record(name: str) -> Any:
 
 
 class RecordFormatter(string.Formatter):
-    """A formatter whose fields are places in records: `offline/ratio/8`."""
+    """A formatter with fields that are places in records: `offline/ratio/8`."""
 
     def get_field(
         self,
@@ -88,6 +88,7 @@ class Row:
     load: str
     figure: str
     what: str
+    size: str  # how many requests, and the least and most prompt tokens that one has
     cells: list[str]  # the peer's rounds and ours, the better ones bold
     ratio: str
 
@@ -108,9 +109,25 @@ def _make_row(name: str, load: Record, figure: str, what: str) -> Row:
         load=name,
         figure=figure,
         what=what,
+        size=_print_size(load),
         cells=_mark_better(rounds, unit),
         ratio=f"{load['ratio'][figure]:.2f}",
     )
+
+
+def _print_size(load: Record) -> str:
+    num_requests = f"{load['num_requests']:,}"
+    return f"{num_requests} ({_print_num_tokens([load])})" if _is_chat(load) else num_requests
+
+
+def _print_num_tokens(loads: Iterable[Record]) -> str:
+    """Return the least and the most prompt tokens of a request of these loads."""
+    counts = [count for load in loads for count in load["num_prompt_tokens"]]
+    return " to ".join(f"{count:,}" for count in sorted({min(counts), max(counts)}))
+
+
+def _is_chat(load: Record) -> bool:
+    return "max_tokens" in load  # transcripts have none
 
 
 def _print(numbers: Sequence[float], unit: str) -> str:
@@ -142,15 +159,20 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def make_table(record: Record) -> str:
-    """Return all that was measured of two servers."""
-    rows = [[row.what, *row.cells, row.ratio] for row in make_rows(record)]
+    """Return a table of all that was measured of two servers."""
+    loads = record["figures"]["loads"]
+    rows: list[list[str]] = []
+    for row in make_rows(record):
+        is_headline = row.figure == loads[row.load]["headline"]
+        rows.append([row.what, row.size if is_headline else "", *row.cells, row.ratio])
     servers = record["figures"]["servers"]
     starts = [servers[side].get("start_s") for side in ("peer", "ours")]
     if all(starts):
         ratio = mean(starts[1]) / mean(starts[0])
         cells = _mark_better(starts, "s")
-        rows.append(["from the start to the first answer of /health", *cells, f"{ratio:.2f}"])
-    return print_table(["what", *_get_names(record), "ratio"], rows)
+        rows.append(["from the start to the first answer of /health", "", *cells, f"{ratio:.2f}"])
+    size = f"requests{' (prompt tokens)' if any(map(_is_chat, loads.values())) else ''}"
+    return print_table(["what", size, *_get_names(record), "ratio"], rows)
 
 
 def _get_names(record: Record) -> list[str]:
@@ -171,26 +193,29 @@ def make_readme_table(records: Mapping[str, Record]) -> str:
     lines = []
     for found in by_load.values():
         shape, (row, *_) = next(iter(found.items()))
+        loads = [records[each]["figures"]["loads"][row.load] for each in found]
+        num_tokens = _print_num_tokens(loads) if _is_chat(loads[0]) else "-"
         mark = "" if shape == next(iter(records)) else f" ({shape})"
         ratios = [_print_ratios(found.get(each, [])) for each in records]
-        lines.append([f"{row.what}{mark}", *row.cells, *ratios])
+        lines.append([f"{row.what}{mark}", num_tokens, *row.cells, *ratios])
     names = _get_names(next(iter(records.values())))
-    return print_table(["what", *names, *(f"ratio {shape}" for shape in records)], lines)
+    columns = ["what", "prompt tokens", *names, *(f"ratio {shape}" for shape in records)]
+    return print_table(columns, lines)
 
 
 def _print_ratios(rows: Sequence[Row]) -> str:
-    """Return the ratio of a load, with that of its waits behind it, if they are another figure."""
+    """Return the ratio of a load, then in brackets that of the times to the first token, if any."""
     first, *waits = [row.ratio for row in rows] or ["-"]
     return " ".join([first, *(f"({wait})" for wait in waits)])
 
 
 def make_attacks_table(record: Record) -> str:
-    """Return how much longer neighbours wait beside each attack."""
+    """Return how much longer other clients wait during each attack."""
     rows = []
     for name, what in ATTACKS.items():
         found = record["figures"][name]
         if found["faults"]:
-            sys.exit(f"the record attack_costs has wrong answers beside the attack {name!r}")
+            sys.exit(f"the record attack_costs has wrong answers during the attack {name!r}")
         kinds = found["kinds"].values()
         longest = max(kind["longest_longer_s"] for kind in kinds)
         ratios = [f"{kind['median_ratio']:.2f}\N{MULTIPLICATION SIGN}" for kind in kinds]
@@ -208,7 +233,7 @@ def make_page(template: str) -> str:
 
 
 def put_table(text: str, table: str) -> str:
-    """Return the page with this table between its marks, and all else as it is."""
+    """Return the page with this table between its marks, and all else unchanged."""
     head, rest = text.split(f"{MARKS[0]}\n")
     tail = rest.split(MARKS[1])[1]
     return f"{head}{MARKS[0]}\n{table}\n{MARKS[1]}{tail}"

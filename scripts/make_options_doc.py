@@ -33,23 +33,23 @@ Made by `scripts/make_options_doc.py` from the declarations in the code; a test 
 option is declared once, and is the same for the command line and for `LLM`. A flag that is on by
 default is turned off with `--no-…`. The commands `chat` and `generate` also take the parameters of
 `SamplingParams` as flags: see `sensorium chat --help`. Flags of `vllm serve` that are not here are
-taken too, or refused with a reason: see [from-vllm.md](from-vllm.md).
+also accepted, or refused with a reason: see [from-vllm.md](from-vllm.md).
 """
 _FROM_VLLM = """\
 # From vLLM
 
 Made by `scripts/make_options_doc.py` from the tables in `cli/vllm`; a test checks it.
 
-`sensorium serve` takes the command line of `vllm serve` where it can. Flags of the same name have
-the same purpose: [options.md](options.md) has them. `--max-model-len` and
+`sensorium serve` accepts the command line of `vllm serve` where it can. Flags of the same name have
+the same purpose: [options.md](options.md) lists them. `--max-model-len` and
 `--max-num-batched-tokens` take `4k` (4000), `4K` (4096) and `auto`; `--dtype` takes `half` and
-`float`; `--generation-config vllm` is `none`; lists such as `--allowed-origins '["*"]'` may be
-JSON. Units of `--kv-cache-memory-bytes` are powers of 1024 here in small letters too.
+`float`; `--generation-config vllm` means `none`; lists such as `--allowed-origins '["*"]'` may be
+JSON. Units of `--kv-cache-memory-bytes` are powers of 1024 here, also in small letters.
 
-The flags below are those that servers here don't have. Some are taken as another option. Some
-change nothing with the values that are listed, and are accepted with a line on stderr. With other
-values they are refused with the sentence, so that nobody believes in what is not done. A switch has
-`on` where the flag itself is accepted, and `off` where its form with `--no-` is.
+Servers here don't have the flags below. Some are translated into another option. The others change
+nothing: with the listed values they are accepted, and a line on stderr says so. With other values
+they are refused with the sentence in the table, so that no flag is ignored silently. For a switch,
+`on` means that the flag itself is accepted, `off` that its form with `--no-` is.
 """
 _GROUPS: tuple[tuple[str, type, str], ...] = (
     ("Loading", LoadingOptions, "Keywords of `LLM`, and flags."),

@@ -1,6 +1,6 @@
 """A frontend of another make: it runs the Hugging Face processor itself and sends what that gave.
 
-Knows nothing of Sensorium but its wire. For models whose image is one run of placeholder tokens
+It uses nothing of Sensorium but its wire. For models with one run of placeholder tokens per image
 (Qwen2-VL, Qwen2.5-VL, Qwen2.5-Omni). Posts tokens and tensors to `/inference/v1/generate`, asks the
 same as a conversation, and tells whether that was served from the cache.
 
@@ -32,7 +32,7 @@ _TEXT_NAMES = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_i
 
 
 def load_processor(model: str) -> Any:
-    """Beside a CPU build of torch, torchvision may need two operators declared to be imported."""
+    """With a CPU build of torch, torchvision may need two operators declared to be imported."""
     import torch
 
     try:

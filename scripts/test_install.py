@@ -4,7 +4,7 @@
     python scripts/test_install.py --resolve [--machine aarch64] [--tested]
 
 For each Python that is found: a clean environment, the wheel with the newest versions that it
-allows, the server with the embedded model, and a question about a picture, a sound and a video.
+allows, the server with the embedded model, and a question about a picture, a recording and a video.
 With `--resolve` nothing is installed: pip only has to find wheels for another architecture.
 
 This needs the package registry, several GB of disk, and minutes: `make test` does not run it.

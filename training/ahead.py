@@ -1,8 +1,8 @@
 """A thread that makes training steps ready ahead of their use.
 
 While the device goes backward through one step, the next one is sent, its pictures are drawn and
-its sounds computed, on a stream of their own. The loop itself sends nothing: sending would wait for
-all that the device has still to do.
+its audio is computed, on a stream of their own. The loop itself sends nothing: sending would wait
+for all that the device has still to do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Perceive = Callable[[Batch], dict[str, torch.Tensor]]
 
 
 class Ahead:
-    """Iterates over batches and what is perceived of them; an error of the thread is raised."""
+    """Iterates over batches and their processed media; an error of the thread is raised."""
 
     def __init__(self, steps: Iterator[Any], perceive: Perceive, device: str) -> None:
         self._steps, self._perceive, self._device = steps, perceive, device
@@ -45,7 +45,7 @@ class Ahead:
             self._ready.put(error)
 
     def _send(self, batch: Batch) -> Batch:
-        """Send all but the sounds, because their spectra are on the device already."""
+        """Send all but the audio, because its spectra are on the device already."""
         return {
             name: value.pin_memory().to(self._device, non_blocking=True)
             if torch.is_tensor(value) and name != "sounds"

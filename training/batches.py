@@ -76,7 +76,7 @@ class BatchMaker:
         self._spoken: list[tuple[Sample, np.ndarray]] = []
 
     def make_step(self, plan: Plan, number: int, *, with_videos: bool) -> dict[str, Batch]:
-        """Return the batches of one step: pictures and text, sounds, and at times videos.
+        """Return the batches of one step: pictures and text, audio, and at times videos.
 
         Each batch goes through the model at once. All pictures of a step have one size, and stand
         in the first batch.
@@ -169,7 +169,7 @@ class BatchMaker:
     def _choose_spoken(
         self, makers: list[tuple[Maker, float]], count: int, num_fresh: int
     ) -> list[tuple[Sample, np.ndarray]]:
-        """Choose sounds of about one length; some of them were used before."""
+        """Choose clips of about one length; some of them were used before."""
         wanted = len(self._spoken) + max(num_fresh, count - len(self._spoken))
         while len(self._spoken) < wanted:
             for sample in self._draw(makers, wanted - len(self._spoken), (0, 0)):
@@ -206,7 +206,7 @@ class BatchMaker:
         return batch
 
     def _place(self, waves: list[np.ndarray]) -> np.ndarray:
-        """Let each sound begin somewhere within the length that all have."""
+        """Let each clip begin somewhere within the length that all have."""
         room = self._random.randint(1_000, 12_000)
         num_tokens = -(-(max(map(len, waves)) + room) // SAMPLES_PER_TOKEN)
         sounds = np.zeros((len(waves), num_tokens * SAMPLES_PER_TOKEN), np.int16)
@@ -255,7 +255,7 @@ class Steps(IterableDataset[dict[str, Batch]]):
 
 
 def _as_arrays(batch: Batch) -> Batch:
-    """Turn all but the sounds into arrays, which go through a pipe; sounds are too large for it."""
+    """Turn all but the audio into arrays, which go through a pipe; audio is too large for it."""
     return {
         name: value.numpy() if torch.is_tensor(value) and name != "sounds" else value
         for name, value in batch.items()

@@ -1,8 +1,8 @@
 """The tables of the model card, from records of `training.evaluate`.
 
 `python -m training.card docs/sensorium-mini.md alone=R.json cold=R.json warm=R.json ...`: the first
-record gives the figures with their intervals, the others stand beside it. What lies between the two
-marks of the page is replaced.
+record gives the figures with their intervals, the others stand next to it. What lies between the
+two marks of the page is replaced.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _list_recordings(scores: dict[str, Any]) -> str:
         for task, figures in scores.items()
         if task.startswith("human: ")
     ]
-    return format_table(["recording", "said", "heard"], rows) if rows else ""
+    return format_table(["recording", "said", "transcribed"], rows) if rows else ""
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:

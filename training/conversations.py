@@ -32,7 +32,7 @@ class Layout:
 
     picture: Grid | None = None
     video: Grid | None = None
-    num_sounds: int = 0  # tokens of a sound
+    num_sounds: int = 0  # tokens of audio
 
 
 @dataclass(slots=True)

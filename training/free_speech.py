@@ -1,9 +1,9 @@
-"""Measures how well the embedded model writes down 200 sentences that no pattern made.
+"""Measures how well the embedded model transcribes 200 sentences that no pattern made.
 
     python -m training.free_speech build/training --record --card docs/sensorium-mini.md
 
 The sentences in `training/speech/free_sentences.txt` were written by hand. They use every word that
-the model can hear, and none of them fits a pattern of `training.speech.sentences`. Each is spoken
+the model can transcribe, and none fits a pattern of `training.speech.sentences`. Each is spoken
 once by each kind of voice, and the packed weights answer through `sensorium.LLM`. espeak-ng is
 fetched into the folder when it is not there; the neural voice needs the extra `training`.
 """
@@ -38,7 +38,7 @@ MARKS = ("<!-- free speech: begin -->", "<!-- free speech: end -->")
 QUESTION = "Write down what you hear."
 SEED = 2026
 PLAIN_VOICE = Voice(rate=175)  # words a minute: the default of the command `espeak-ng`
-# Words that sound alike in at least one accent. Training's patterns avoid most of them, since only
+# Homophones in at least one accent. Training's patterns avoid most of them, since only
 # the sense of a sentence tells which one was said.
 SOUND_ALIKE = {
     "too": "to",
@@ -71,19 +71,19 @@ def make_voices(folder: Path) -> dict[str, Speak]:
         f"espeak-ng, {len(TEST_VARIANTS)} voices kept for tests, any speed and pitch": (
             lambda text: espeak.speak(text, make_voice(random, "test"))
         ),
-        "espeak-ng's plain voice `en-us` as it is installed, which training heard": (
+        "espeak-ng's plain voice `en-us` as it is installed, which was used in training": (
             lambda text: espeak.speak(text, PLAIN_VOICE)
         ),
     }
     if find_spec("hibari"):
-        voices["hibari, a neural voice that training never heard"] = Hibari().speak
+        voices["hibari, a neural voice that was not used in training"] = Hibari().speak
     else:
         print("hibari-tts is not installed, so the neural voice is left out", file=sys.stderr)
     return voices
 
 
 def ask(llm: Any, samples: np.ndarray) -> str:
-    """Return what the model writes down, with silence around the speech as in other tests."""
+    """Return what the model transcribes, with silence around the speech as in other tests."""
     from sensorium import SamplingParams
 
     sound = np.pad(samples, (1600, 3200)).astype(np.float32) / 32768.0
@@ -113,7 +113,7 @@ def score(said: list[str], heard: list[str]) -> dict[str, Any]:
 
 
 def _unify(text: str) -> str:
-    """Return the text with one spelling for all words that sound alike."""
+    """Return the text with one spelling for all homophones."""
     words = normalize(text).split()
     return " ".join(SOUND_ALIKE.get(word, word) for word in words)
 
@@ -122,7 +122,7 @@ def make_table(scores: dict[str, dict[str, Any]]) -> str:
     header = [
         "voice",
         "words wrong [95 %]",
-        "but for words that sound alike",
+        "with homophones as right",
         "whole sentences right",
     ]
     rows = []

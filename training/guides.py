@@ -64,7 +64,7 @@ class Guides(nn.Module):
         save_file(state, folder / _FILE)
 
     def restore(self, folder: Path) -> None:
-        """Load the heads that were saved beside the weights."""
+        """Load the heads that were saved next to the weights."""
         self.load_state_dict(load_file(folder / _FILE))
 
 

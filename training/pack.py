@@ -67,7 +67,7 @@ def pack(checkpoint: Path, destination: Path, *, max_bytes: int = MAX_BYTES) -> 
 
 def read_tensors(checkpoint: Path) -> dict[str, Array]:
     """Read all tensors of a checkpoint, floating-point ones as float32."""
-    from safetensors.torch import load_file as load_torch_file  # knows bfloat16
+    from safetensors.torch import load_file as load_torch_file  # reads bfloat16
 
     paths = sorted(checkpoint.glob("*.safetensors"))
     if not paths:

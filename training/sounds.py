@@ -1,4 +1,4 @@
-"""Sounds on the device: what a room and a microphone do to them, and Whisper's features."""
+"""Audio on the device: what a room and a microphone do to it, and Whisper's features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the page of all words and emoji that sensorium-mini knows.
+"""Writes the page of all words and emoji of sensorium-mini.
 
     python -m training.vocabulary docs/sensorium-mini-words.md [--check]
 
@@ -19,10 +19,11 @@ from training.tasks.scenes import SHAPES
 
 COLUMNS = 100
 _HEAD = """\
-# What sensorium-mini knows
+# Words and emoji of sensorium-mini
 
 `python -m training.vocabulary` makes this page from the lists that the model was trained with, and
-a test compares the two. [The model card](sensorium-mini.md) has what the model does with them.
+a test compares the two. [The model card](sensorium-mini.md) describes what the model does with
+them.
 """
 
 
@@ -34,8 +35,8 @@ def make_page() -> str:
     return "\n".join(
         (
             _HEAD,
-            f"## {len(VOCABULARY)} words that it can write down from speech\n",
-            _wrap(" ".join(VOCABULARY)),
+            f"## {len(VOCABULARY)} words that it can transcribe\n",
+            f"```text\n{_wrap(' '.join(VOCABULARY))}\n```",
             f"\n## {len(EMOJI_NAMES)} emoji that it can name\n",
             emoji,
             f"\n## {len(SHAPES)} shapes and {len(COLOURS)} colours\n",

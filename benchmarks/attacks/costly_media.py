@@ -1,6 +1,6 @@
 """Attack 12: small files that are long work for a decoder.
 
-A video of 4096 x 4096 pixels whose frames after the first say "as before" takes about 13 bytes a
+A video of 4096 x 4096 pixels with frames that say "as before" takes about 13 bytes for each such
 frame, and a decoder still has to copy 17 million pixels for each of them.
 """
 
@@ -29,7 +29,7 @@ _TIMEOUT_S = 300.0
 
 
 def make_skip_video(num_frames: int, *, side: int = SIDE) -> bytes:
-    """Return an MP4 whose frames are all equal. Only the first 17 are encoded, then repeated."""
+    """Return an MP4 in which all frames are equal. Only the first 17 are encoded, then repeated."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         parameters = "keyint=infinite:scenecut=0:bframes=0:cabac=0:ref=1:threads=1"

@@ -1,7 +1,7 @@
-"""Attack 21: short sounds with options with which a Whisper writes without end.
+"""Attack 21: short clips with options with which a Whisper writes without end.
 
 A repetition penalty far below 1 makes the model repeat its prompt, in each window and at each
-temperature. Without a bound, a sound of a second may then have dozens of windows, and take six
+temperature. Without a bound, a clip of a second may then have dozens of windows, and take six
 texts of 444 tokens for each of them.
 """
 
@@ -75,7 +75,7 @@ def make_attack(seconds: float = SECONDS) -> dict[str, Any]:
 
 
 class OpenStreams(Neighbours):
-    """Three clients that have sounds written down: a known one, a new one, and a longer new one."""
+    """Three clients that have clips transcribed: a known one, a new one, and a longer new one."""
 
     kinds = ("known sound", "new sound", "longer sound")
     route = ROUTE
@@ -89,7 +89,7 @@ class OpenStreams(Neighbours):
 
 
 def attack(url: str) -> AbstractContextManager[list[int]]:
-    """Send new sounds from four clients. The list fills with the answers' statuses."""
+    """Send new clips from four clients. The list fills with the answers' statuses."""
     return keep_asking(
         url,
         lambda client: client.post(ROUTE, **make_attack()),

@@ -42,7 +42,7 @@ def make_picture_body(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_video_body(video: bytes, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a chat with this video and these fields beside its messages."""
+    """Return a chat with this video and these fields next to its messages."""
     url = "data:video/mp4;base64," + base64.b64encode(video).decode()
     return _make_body({"type": "video_url", "video_url": {"url": url}}, fields)
 

@@ -1,7 +1,7 @@
 """Connections that never finish what they send: bodies and heads that drip, and plain silence.
 
 A server that takes a place for a request before its body is there refuses everybody else, for as
-long as the drip goes on.
+long as the drip continues.
 """
 
 from __future__ import annotations

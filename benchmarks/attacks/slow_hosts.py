@@ -1,4 +1,4 @@
-"""Attack 11: pictures at addresses whose host takes every question and answers none.
+"""Attack 11: pictures at addresses of hosts that accept every request and answer none.
 
 A server that fetches in threads has none left for others when as many hosts are slow as it has
 threads. The hosts are on this machine, so the server must be allowed to ask private addresses.
@@ -131,7 +131,7 @@ def attack(
 
 
 def send(url: str, body: dict[str, Any]) -> socket.socket:
-    """Send a request whose answer is never read; closing the socket ends it."""
+    """Send a request and never read its answer; closing the socket ends it."""
     parts = urlsplit(url)
     content = json.dumps(body).encode()
     head = (

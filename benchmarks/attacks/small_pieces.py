@@ -91,4 +91,4 @@ def send_pieces(
         with suppress(TimeoutError):
             rest = rest[connection.send(rest) :] or memoryview(pieces)
         with suppress(BlockingIOError):
-            connection.recv(65536, socket.MSG_DONTWAIT)  # answers, so that the server may go on
+            connection.recv(65536, socket.MSG_DONTWAIT)  # answers, so that the server may continue

@@ -31,7 +31,7 @@ _VOCABULARY = (
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930",
 )
 _SPACE = " "
-# Layer and head of the attention from text to sound that OpenAI found to follow the time of words.
+# Layer and head of the attention from text to audio that OpenAI found to follow the time of words.
 _ALIGNMENT_HEADS = [[1, 0], [2, 0], [2, 5], [3, 0], [3, 1], [3, 2], [3, 3], [3, 4]]
 _MAX_FIRST_TIME = 50  # in steps of 0.02 s: the first time that a window may name
 # OpenAI's names for the parts and Transformers', in the order in which they are replaced.
@@ -82,7 +82,7 @@ def convert(weights: Path, vocabulary: Path, directory: Path) -> None:
     model.generation_config = _make_generation_config(model.config, tokenizer)
     model.to(torch.float16).save_pretrained(directory)
     extractor = tf.WhisperFeatureExtractor(feature_size=content["dims"]["n_mels"])
-    # It has a file of its own, beside the processor's, for programs that look for that.
+    # It has a file of its own, next to the processor's, for programs that look for that.
     extractor.save_pretrained(directory)
     tf.WhisperProcessor(extractor, tokenizer).save_pretrained(directory)
 

@@ -166,7 +166,7 @@ def make_voxtral_realtime(directory: Path) -> None:
             default_num_delay_tokens=6,
         )
         model = rescale(tf.VoxtralRealtimeForConditionalGeneration(config))
-        # The sound has to outweigh the token that it is added to, and sounds have to differ.
+        # The audio has to outweigh the token that it is added to, and clips have to differ.
         model.model.multi_modal_projector.linear_2.weight.data *= _LOUDNESS
         for parameter in model.model.audio_tower.layers.parameters():
             parameter.data *= _CONTRAST if parameter.ndim == 2 else 1.0
@@ -218,7 +218,7 @@ _STREAMING: dict[str, Any] = {
 
 
 def _write_tekken(path: Path, audio: dict[str, Any] = _WINDOWED) -> None:
-    """Write a small Tekken vocabulary, with some values of its config for sounds.
+    """Write a small Tekken vocabulary, with some values of its config for audio.
 
     It has the control tokens and the first words of the vocabulary in mistral-common.
     """

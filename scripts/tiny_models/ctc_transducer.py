@@ -19,8 +19,8 @@ from tiny_models.building import rescale
 _LETTERS = "abcdefghijklmnopqrstuvwxyz'"
 _SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
 _NEVER = -20.0  # the bias of tokens that no trained model writes
-_BLANK = 1.0  # that of the blank, which a trained model hears in most frames
-_RNNT_BLANK = 5.0  # an RNN-T goes on only by blanks
+_BLANK = 1.0  # that of the blank, which a trained model finds in most frames
+_RNNT_BLANK = 5.0  # an RNN-T advances only by blanks
 
 
 def _save(directory: Path, model: Any, *parts: Any) -> None:
@@ -86,7 +86,7 @@ def _make_letters() -> Any:
 def _make_wave_model(
     directory: Path, name: str, *, has_mask: bool, seed: int, **changes: Any
 ) -> None:
-    """Make a model that takes samples. Without a mask, its first norm is over the whole sound."""
+    """Make a model that takes samples. Without a mask, its first norm is over the whole clip."""
     tokenizer = _make_letters()
     values = {
         "vocab_size": len(tokenizer),

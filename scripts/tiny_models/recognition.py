@@ -1,4 +1,4 @@
-"""Makers of tiny models that chat about nothing but what is said in a sound."""
+"""Makers of tiny models that chat about nothing but what is said in a recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makers of tiny speech models: an encoder for sounds, and a decoder that attends to it."""
+"""Makers of tiny speech models: an encoder of audio, and a decoder that attends to it."""
 
 from __future__ import annotations
 

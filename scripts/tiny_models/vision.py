@@ -1,4 +1,4 @@
-"""LLaVA and its relatives, Idefics and others whose pictures become tiles of equal size."""
+"""LLaVA and its relatives, Idefics, and others that turn pictures into tiles of equal size."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ACCENTS = (
 )
 ACCENT_WEIGHTS = (8, 1, 3, 2, 1, 1, 1, 1)
 
-# Left out: whispers, monsters, and those of which Whisper tiny.en mistook about half the words.
+# Left out: whispers, monsters, and voices for which Whisper tiny.en mistook about half the words.
 VARIANTS = (
     *("", "m1", "m2", "m4", "m7", "m8", "f1", "f3", "f4", "Alex", "Alicia", "Andrea"),
     *("Denis", "Diogo", "Gene2", "Henrique", "Hugo", "Lee", "Marco", "Mario"),
@@ -40,7 +40,7 @@ VARIANTS = (
     *("pablo", "paul", "pedro", "quincy", "rob", "robert"),
     *("sandro", "steph2", "steph3", "travis", "victor", "zac"),
 )
-TEST_VARIANTS = (  # never heard in training
+TEST_VARIANTS = (  # never used in training
     *("m3", "Nguyen", "Michael", "Gene", "edward", "miguel", "iven", "michel"),
     *("f2", "f5", "Annie", "linda", "shelby", "steph"),
 )

@@ -1,7 +1,7 @@
 """flite inside this process, from a plain folder: a few voices made of recordings of people.
 
 Debian's libraries as they are. The main one wants libasound, which it never calls here, so that
-lies beside it; everything is loaded by path, in order, so that nothing has to be installed.
+lies next to it; everything is loaded by path, in order, so that nothing has to be installed.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from training.speech.sentences import LONG_SHARE, MAX_WORDS, is_test_sentence, make_any_sentence
 
-NUM_SAID = 1_700_000  # about fifteen times what the two runs said to be written down
+NUM_SAID = 1_700_000  # about fifteen times what the two runs said to be transcribed
 
 
 def find_heard(

@@ -1,4 +1,4 @@
-"""Tells sentences from random strings of words, which are much harder to write down."""
+"""Separates sentences from random strings of words, which are much harder to transcribe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sound at another rate: a windowed sinc as one matrix, so that a whole clip is one product.
+"""Audio at another rate: a windowed sinc as one matrix, so that a whole clip is one product.
 
 With rates a and b in lowest terms, b outputs come from the same weights of every a inputs.
 """
@@ -28,7 +28,7 @@ def _weights(source: int, target: int) -> tuple[np.ndarray, int]:
 
 
 def resample(samples: np.ndarray, source: int, target: int = SAMPLE_RATE) -> np.ndarray:
-    """Float32 samples at the target rate; a sound of n samples becomes n * target / source."""
+    """Float32 samples at the target rate; n samples become n * target / source."""
     samples = np.asarray(samples, np.float32)
     if source == target:
         return samples

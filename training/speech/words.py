@@ -1,6 +1,6 @@
-"""The words that sensorium-mini can write down, in groups that sentences draw from.
+"""The words that sensorium-mini can transcribe, in groups that sentences draw from.
 
-Of words that sound alike ("two", "to") at most one may stand in a random string of words, since
+Of homophones ("two", "to") at most one may stand in a random string of words, since
 nothing around it would show which one was meant: `UNCLEAR_ALONE` holds the others.
 """
 
@@ -75,7 +75,7 @@ NOVEL_WORDS = split(
     "himself"
 )
 
-# They sound like two, four, no, here, red, then, hour, eye, or shrink to almost nothing.
+# Homophones of two, four, no, here, red, then, hour, eye, or words that shrink to almost nothing.
 UNCLEAR_ALONE = frozenset(
     split("to too for know hear read than our i an a the hi or and in of are her his")
 )

@@ -1,4 +1,4 @@
-"""Colours by name, and backgrounds on which things of these colours can be told apart."""
+"""Colours by name, and backgrounds on which things of these colours can be distinguished."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _make_canvas(
 def _second_tone(
     random: randomness.Random, background: Colour, numbers: tuple[int, ...]
 ) -> Colour | None:
-    """Another background near the first one, so that what lies between them fits too."""
+    """Another background near the first one, so that what lies between them also fits."""
     for _ in range(6):
         other = _BACKGROUNDS[numbers[int(random.random() * len(numbers))]]
         if 0.05 < _distance(background, other) < 0.45:

@@ -1,4 +1,4 @@
-"""Tasks in which something is said: to be written down, or a question about a picture."""
+"""Tasks in which something is said: to be transcribed, or a question about a picture."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _ANSWERED = frozenset(said for questions, _ in SPOKEN_FACTS for said in question
 
 
 def make_heard(random: Random, _: Size, split: Split) -> Sample:
-    """A statement without any instruction: it is written down."""
+    """A statement without any instruction: it is transcribed."""
     while True:
         said = make_sentence(random, split)
         if not _is_question(said):

@@ -243,7 +243,7 @@ def _ask_unknown(random: Random, split: Split) -> Turn:
 
 
 def _ask_missing(random: Random, _: Split) -> Turn:
-    """Ask about a picture, sound or video that was not sent."""
+    """Ask about a picture, recording or video that was not sent."""
     chance = random.random()
     if chance < 0.25:
         return Turn(_HEAR.ask(random), NO_SOUND)
