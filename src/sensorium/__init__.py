@@ -45,11 +45,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` or `MediaLimits` when the name is first used, and return the class.
-
-    `import sensorium` leaves them out, because the module of `LLM` imports torch, which takes
-    seconds. Raises an `AttributeError` for any other name.
-    """
+    """Return a class that is imported late, because to import torch for `LLM` takes seconds."""
     if name not in _LATE:
         raise AttributeError(f"module 'sensorium' has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)

@@ -100,10 +100,7 @@ class AsyncEngine:
         self.renderer = Renderer(inputs, chat_template=chat_template)
         self._preparation = Preparation(self.renderer)
         self.tokenizer = inputs.processor.tokenizer
-        is_outside_prompt = inputs.processor.outside_audio is not None
-        self._driver = RequestDriver(
-            self.tokenizer, self._sender, is_outside_prompt=is_outside_prompt
-        )
+        self._driver = RequestDriver(self.tokenizer, self._sender, kind=inputs.processor.kind)
         self._client: CoreClient | None = None
         self._readers: dict[str, _Reader] = {}  # request id -> its caller
         self._num_preparing = 0

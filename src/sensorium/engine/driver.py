@@ -36,6 +36,7 @@ from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.multimodal.cache.interface import SenderCache
 from sensorium.multimodal.pipeline import CachedItem
 from sensorium.types.errors import CapacityError, RequestError, SensoriumError
+from sensorium.types.model_kind import CAUSAL, ModelKind
 from sensorium.types.multimodal import ItemTimes, ShmReference, Transfer
 from sensorium.types.outputs import MediaItemReport, RequestOutput
 from sensorium.types.request import EngineCoreOutput, EngineCoreRequest
@@ -89,10 +90,8 @@ class Progress:
 class RequestDriver:
     """The state of all requests of one frontend, from their start to their end. Not thread-safe."""
 
-    def __init__(
-        self, tokenizer: Any, sender: SenderCache, *, is_outside_prompt: bool = False
-    ) -> None:
-        self.outputs = OutputProcessor(tokenizer, is_outside_prompt=is_outside_prompt)
+    def __init__(self, tokenizer: Any, sender: SenderCache, *, kind: ModelKind = CAUSAL) -> None:
+        self.outputs = OutputProcessor(tokenizer, kind=kind)
         # Not `self.release`: that would make a reference cycle, and only the garbage collector
         # would free the sender's memory.
         self.parallel_sampling = ParallelSampling(partial(_release, sender))

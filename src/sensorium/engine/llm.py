@@ -37,7 +37,6 @@ from sensorium.engine.speech.batch import (
 )
 from sensorium.engine.speech.models import read_speech_model
 from sensorium.models.checkpoint import blame_checkpoint
-from sensorium.multimodal.processing.streaming_audio import can_chat
 from sensorium.render.prompts import as_params, as_prompts
 from sensorium.speech.transcript import Transcript, TranscriptDelta
 from sensorium.types.errors import RequestError, SensoriumError
@@ -93,7 +92,7 @@ class LLM:
         self._driver = RequestDriver(
             frontend.processor.tokenizer,
             self.media_parts.caches.sender,
-            is_outside_prompt=frontend.processor.outside_audio is not None,
+            kind=frontend.processor.kind,
         )
 
     def close(self) -> None:
@@ -152,7 +151,7 @@ class LLM:
         `sensorium.engine.inputs.renderer.ChatKwargs`. Errors are handled as in `generate`.
         """
         chats = make_chats(messages, options)
-        if not can_chat(self.input_processor.processor.outside_audio):
+        if not self.input_processor.processor.kind.takes_prompts:
             raise RequestError("this model only transcribes speech: use `LLM.transcribe`")
         return self._generate(chats, sampling_params, use_tqdm, return_errors)
 

@@ -28,6 +28,7 @@ from sensorium.models.hf_model import HfModel
 from sensorium.models.long_context import ContextLimit
 from sensorium.models.media_batches import check_num_embeds
 from sensorium.models.seams.fusion import Fusion
+from sensorium.types.model_kind import NO_DECODER
 from sensorium.types.multimodal import MultiModalKwargsItem
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class CtcTransducerModel(HfModel):
 
     Only the methods for encoders can be called, and those with which an engine is built.
     """
+
+    kind = NO_DECODER
 
     def __init__(self, model: PreTrainedModel) -> None:
         # The base class would look for a decoder, and none of its parts are needed here.

@@ -22,6 +22,7 @@ from sensorium.models.hf_model import HfModel
 from sensorium.models.probes import KVProbe
 from sensorium.models.seams.paged_attention import AttentionCall, attending
 from sensorium.types.errors import ModelError
+from sensorium.types.model_kind import CROSS
 
 WINDOW_S = 30
 _SAMPLING_RATE = 16_000
@@ -43,6 +44,8 @@ def get_max_positions(model_class: Any, config: PretrainedConfig) -> int:
 
 class EncoderDecoderModel(HfModel):
     """A model in which every decoder layer attends to encoded audio."""
+
+    kind = CROSS
 
     def __init__(self, model: PreTrainedModel) -> None:
         # Encoder and decoder share a config, but only the decoder uses our attention.

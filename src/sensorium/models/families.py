@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from sensorium.models.ctc_transducer import CtcTransducerModel
+from sensorium.models.ctc_transducer import CtcTransducerModel, is_ctc_transducer
 from sensorium.models.encoder_decoder import EncoderDecoderModel
 from sensorium.models.hf_model import HfModel
 from sensorium.models.media_batches import gather_arguments
@@ -185,3 +185,14 @@ OWN_MODELS: dict[str, type[HfModel]] = {
 KNOWN_MODELS: dict[str, type[HfModel]] = {
     family.model_type: OWN_MODELS.get(family.model_type, HfModel) for family in FAMILIES
 }
+
+
+def find_model_class(config: PretrainedConfig) -> type[HfModel]:
+    """Return the class that wraps the models of a config; its `kind` says what they are."""
+    if is_ctc_transducer(config):
+        return CtcTransducerModel
+    if config.is_encoder_decoder:
+        return EncoderDecoderModel
+    known = KNOWN_MODELS.get(config.model_type, HfModel)
+    # Checkpoints of the same type may lack a head for text: nothing can be read from their frames.
+    return HfModel if known is CtcTransducerModel else known

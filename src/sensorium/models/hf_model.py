@@ -44,6 +44,7 @@ from sensorium.models.seams.packed_encoders import (
 from sensorium.models.seams.paged_attention import PAGED_ATTENTION, AttentionCall
 from sensorium.models.towers import NoDecoder
 from sensorium.types.errors import ModelError
+from sensorium.types.model_kind import CAUSAL
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.utils.arrays import to_device
 
@@ -59,11 +60,11 @@ _HAS_MKL = torch.backends.mkl.is_available()
 class HfModel:
     """A wrapper that gives the engine one interface to any model of Transformers."""
 
+    kind = CAUSAL
     # The embeddings of a media item of these modalities attend to each other in both directions.
     bidirectional_modalities: frozenset[str] = frozenset()
     # True: they do so only in layers with a window; in the others attention is causal.
     has_causal_full_layers = False
-    is_streaming = False  # whether every token has a part of audio that may still be arriving
     # The most media positions that a request attends to by cross-attention. 0: there is none.
     max_cross_positions = 0
     # Layer with cross-attention -> its heads that align the text with audio.

@@ -24,9 +24,7 @@ from transformers.utils.logging import set_tqdm_hook
 from sensorium.checkpoints.files import read_json
 from sensorium.checkpoints.first_look import check_config
 from sensorium.models.checkpoint import BAR_DELAY_S
-from sensorium.models.ctc_transducer import CtcTransducerModel, is_ctc_transducer
-from sensorium.models.encoder_decoder import EncoderDecoderModel
-from sensorium.models.families import KNOWN_MODELS
+from sensorium.models.families import KNOWN_MODELS, find_model_class
 from sensorium.models.hf_model import HfModel
 from sensorium.models.towers import make_towers_class
 from sensorium.types.errors import ModelError
@@ -174,9 +172,7 @@ def load_model(
     _check_weights(directory, report)
     loaded.to(device).eval()
     _check_numbers(directory, loaded)
-    if is_ctc_transducer(config):
-        return CtcTransducerModel(loaded)
-    return KNOWN_MODELS.get(config.model_type, HfModel)(loaded)
+    return find_model_class(config)(loaded)
 
 
 @contextmanager
@@ -265,20 +261,21 @@ def _get_remote_class(directory: str, reference: str) -> Any:
 
 def find_refusal(model_class: Any, config: PretrainedConfig) -> str | None:
     """Return why a model is not supported, as a phrase that follows its name, or else None."""
-    if is_ctc_transducer(config):
+    wrapper = find_model_class(config)
+    kind = wrapper.kind
+    if kind.decoder == "none":
         return None
     text_config = config.get_text_config(decoder=True)
-    is_known = KNOWN_MODELS.get(config.model_type) is EncoderDecoderModel
-    if config.is_encoder_decoder and not is_known:
+    if kind.decoder == "cross" and KNOWN_MODELS.get(config.model_type) is not wrapper:
         return "is an encoder-decoder model of an unknown family"
     if not hasattr(model_class, "generate"):
         return "can't be run: it does not generate text"
-    if (kind := _find_unknown_layer(text_config)) is not None:
-        reason = _REASONS.get(kind, f"its layers of the kind {kind!r} are not supported")
+    if (unknown := _find_unknown_layer(text_config)) is not None:
+        reason = _REASONS.get(unknown, f"its layers of the kind {unknown!r} are not supported")
         return f"can't be run: {reason}"
     if getattr(text_config, "cross_attention_layers", None):
         return "can't be run: it has cross-attention inside its decoder"
-    if not config.is_encoder_decoder and not _supports_attention(model_class, config):
+    if kind.decoder != "cross" and not _supports_attention(model_class, config):
         return "can't be run: its decoder doesn't use Transformers' attention interface"
     return None
 

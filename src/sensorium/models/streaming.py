@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from sensorium.models.hf_model import HfModel
 from sensorium.models.probes import KVProbe
 from sensorium.types.errors import InvariantError
+from sensorium.types.model_kind import STREAMING
 
 
 class AudioMemory:
@@ -41,7 +42,7 @@ class AudioMemory:
 class StreamingModel(HfModel):
     """A model that adds a part of the audio to every token."""
 
-    is_streaming = True
+    kind = STREAMING
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)

@@ -1,4 +1,4 @@
 """Turns messages into a prompt: text with one marker per media item, and the unchanged media.
 
-Nothing here opens a URL, a file or a picture.
+Nothing here fetches or decodes media.
 """

@@ -1,13 +1,11 @@
 """Chooses a model's chat template, finds the forms of content that it takes, and renders it.
 
-The forms are found by rendering a probe with the template.
+The forms are found by rendering a probe. Templates are the model's code and run in Transformers'
+sandbox. They see roles, text and tool calls, and `{"type": "image"}` where media stands: never a
+URL, never pixels.
 
-Templates are the model's code and run in Transformers' sandbox. They see roles, text and tool
-calls, and `{"type": "image"}` where media stands: never a URL, never pixels.
-
-Tokenizers of mistral-common (Voxtral) render conversations directly to tokens, without any text in
-between. An audio item becomes one marker token, which is expanded later like those of any prompt of
-tokens.
+Tokenizers of mistral-common (Voxtral) render conversations directly to tokens. An audio item
+becomes one marker token, which is expanded later like those of any prompt of tokens.
 """
 
 from __future__ import annotations
@@ -29,16 +27,17 @@ _PROBE = "probe7f3a"
 _BEFORE = {"assistant": ("user",), "tool": ("user", "assistant")}
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_ERROR = 300
-_SOUND = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+_AUDIO_PART = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 _Part = tuple[tuple[str, str], ...]  # a dict that can be a key
+# "string", "text" (a list with a part of text), or the fields of a media part (a list with that
+# part before a part of text)
 _Form = str | _Part
 
 
 class ChatTemplate:
     """A chat template, and which forms of message content it was found to accept.
 
-    `markers` maps each modality to the text that stands for a media item in a prompt. Several
-    threads may use a template at once.
+    Several threads may use it at once.
     """
 
     def __init__(
@@ -54,8 +53,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """Return the text of a conversation, in which a marker stands for each media item.
 
-        The n-th marker of a modality stands for its n-th item. Raise a `RequestError` if the
-        template fails.
+        Raise a `RequestError` if the template fails.
         """
         chat = [self._make_entry(message) for message in messages]
         try:
@@ -71,10 +69,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses this conversation: {reason}") from error
 
     def learn(self, modalities: Sequence[str]) -> None:
-        """Find out in advance which forms of message content the template accepts.
-
-        These are text of every role, and media items of these modalities in messages of users.
-        """
+        """Find out in advance whether the template accepts text of each role, and users' media."""
         for role in _ROLES:
             for form in ("string", "text"):
                 self._takes(role, form)
@@ -114,10 +109,7 @@ class ChatTemplate:
         return {"type": "text", "text": self._markers[part.modality]}
 
     def _join(self, content: Content) -> str:
-        """Return content parts as one string, for templates that accept only strings.
-
-        Media items become markers. Unlike in vLLM, the parts keep their order.
-        """
+        """Return content as one string with markers; unlike in vLLM, the parts keep their order."""
         if isinstance(content, str):
             return content
         return "\n".join(
@@ -125,11 +117,7 @@ class ChatTemplate:
         )
 
     def _takes(self, role: str, form: _Form) -> bool:
-        """Return whether the template renders content in this form correctly for a role.
-
-        The form is "string", "text" (a list with a part of text), or the fields of a media part (a
-        list with that part before a part of text). Results are cached.
-        """
+        """Return whether the template renders content in this form correctly for a role; cached."""
         key = role, form
         if key not in self._answers:
             self._answers[key] = self._ask(role, form)
@@ -159,10 +147,8 @@ class ChatTemplate:
 
 
 def _make_placeholders(modality: str) -> tuple[_Part, ...]:
-    """Return the shapes of a media part that chat templates expect, each as pairs of key and value.
-
-    These are the type alone, the type with a key of the same name, and OpenAI's type.
-    """
+    """Return the shapes of a media part that templates expect, each as pairs of key and value."""
+    # The type alone, the type with a key of the same name, and OpenAI's type.
     kind = ("type", modality)
     url = f"{modality}_url"
     return (kind,), (kind, (modality, "")), (("type", url), (url, ""))
@@ -173,9 +159,9 @@ def find_template(
 ) -> str:
     """Return the text of the chat template for a conversation with media of these modalities.
 
-    It is the caller's template (as text, or by its name among the model's), or else the
-    processor's, or else the tokenizer's. Raise a `RequestError` if there is none, or if the caller
-    has to name one of several.
+    It is the caller's template (its text, or its name among the model's), else the processor's,
+    else the tokenizer's. Raise a `RequestError` if there is none, or if the caller has to name one
+    of several.
     """
     own = tokenizer.chat_template if processor is None else processor.chat_template
     if own is None:
@@ -213,11 +199,7 @@ def get_template_text(processor: Any, tokenizer: Any) -> str:
 
 
 class MistralTemplate:
-    """A renderer of conversations for tokenizers of mistral-common, which have no chat template.
-
-    Such a tokenizer turns messages directly into token ids. The given tokenizer is copied, not
-    changed.
-    """
+    """A renderer for tokenizers of mistral-common, which turn messages directly into token ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = copy.copy(tokenizer.tokenizer)
@@ -257,17 +239,17 @@ class MistralTemplate:
         return tokens
 
     def render_transcription(self, language: str | None) -> list[int] | None:
-        """Return the token ids of a request for a transcript, with one marker token for the sound.
+        """Return the token ids of a request for a transcript, with one marker token for the audio.
 
-        `language` is a code such as "en", or `None`. Return `None` if the tokenizer has no requests
-        of this kind. Raise a `RequestError` if it does not take the language.
+        `language` is a code such as "en". Return `None` if the tokenizer has no requests of this
+        kind. Raise a `RequestError` if it does not take the language.
         """
         if self._tokenizer.instruct_tokenizer.audio_encoder is None:
             return None
         from mistral_common.protocol.transcription.request import TranscriptionRequest
 
         try:
-            # The marker encoder does not read the sound, but it must not be empty.
+            # The marker encoder does not read the audio, but it must not be empty.
             fields = {"audio": b"any", "language": language}
             request = TranscriptionRequest.model_validate(fields)
             tokens: list[int] = self._tokenizer.encode_transcription(request).tokens
@@ -304,6 +286,7 @@ def _make_mistral_entry(message: Message) -> dict[str, Any]:
     content: Any = message.content
     if isinstance(content, tuple):
         content = [
-            {"type": "text", "text": part} if isinstance(part, str) else _SOUND for part in content
+            {"type": "text", "text": part} if isinstance(part, str) else _AUDIO_PART
+            for part in content
         ]
     return {"role": role, "content": content, **message.fields}

@@ -1,8 +1,8 @@
 """Checks a conversation: the roles, contents and tool calls of its messages, and its options.
 
 Content parts may have OpenAI's shapes, or those that users of Transformers and vLLM write. Media is
-passed on as it came: a URL stays the caller's own string, and pixels are not touched.
-Every mistake is a `RequestError` with the path of the field. Unknown fields are left out.
+passed on as it came: a URL stays the caller's own string, and pixels are not touched. Every mistake
+is a `RequestError` with the path of the field. Unknown fields are left out.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ Content = str | tuple[str | MediaItem, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """A message of a conversation after it was checked.
-
-    `fields` are its other fields that a chat template may read, such as tool calls.
-    """
+    """A message of a conversation after it was checked."""
 
     role: str
     content: Content | None  # `None` if an assistant only called tools
@@ -58,10 +55,7 @@ class Message:
 
 
 def parse_messages(messages: object) -> tuple[Message, ...]:
-    """Check the messages of a conversation, and return them as `Message` objects.
-
-    Raise a `RequestError` with the path of the field that is wrong.
-    """
+    """Check the messages of a conversation, and return them as `Message` objects."""
     with at("messages"):
         return tuple(map_at(_parse_message, _check_list(messages, may_be_empty=False)))
 
@@ -113,10 +107,7 @@ def _parse_fields(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_tool_call(entry: object) -> dict[str, Any]:
-    """Return a tool call of a message, with its arguments parsed from JSON into an object.
-
-    Chat templates write the arguments as JSON themselves.
-    """
+    """Return a tool call with its arguments as an object, which chat templates write as JSON."""
     call = _check_object(entry)
     with at("function"):
         function = _check_object(call.get("function"))
@@ -140,10 +131,7 @@ def _parse_arguments(arguments: object) -> Mapping[str, Any]:
 
 
 def get_media(messages: Sequence[Message]) -> dict[str, list[MediaItem]]:
-    """Return the media items of a conversation by modality, each with the path of its content part.
-
-    The items of a modality are in the order of the conversation.
-    """
+    """Return modality -> media items in the order of the conversation, each with its path."""
     media: dict[str, list[MediaItem]] = {}
     for index, message in enumerate(messages):
         parts = () if isinstance(message.content, str) else message.content or ()
@@ -157,8 +145,8 @@ def get_media(messages: Sequence[Message]) -> dict[str, list[MediaItem]]:
 def parse_part(part: object) -> str | MediaItem:
     """Return the text or the media item of a content part of a message.
 
-    Raise a `RequestError` with the path of the field that is wrong. The item's own path is left
-    empty, because the part's position is not known here; `get_media` fills it in.
+    The item's own path is empty, because the part's position is not known here; `get_media` fills
+    it in.
     """
     if isinstance(part, str):
         return part
@@ -247,10 +235,7 @@ def _decode_base64(text: str) -> bytes:
 
 
 def _make_file_url(text: str) -> str:
-    """Return the `file:` URL of a path.
-
-    Whether the server may read the file is checked later, when it is fetched.
-    """
+    """Return the `file:` URL of a path; whether it may be read is checked when it is fetched."""
     try:
         return text if text.startswith("file:") else Path(text).absolute().as_uri()
     except UnicodeEncodeError as error:
@@ -266,10 +251,7 @@ def _get_string(part: Mapping[str, Any], name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """The options for rendering one conversation, named as in vLLM and Transformers.
-
-    Raise a `RequestError` if an option has a wrong value or contradicts another one.
-    """
+    """The options for rendering one conversation, checked; named as in vLLM and Transformers."""
 
     # The text of a template, or the name of one of the model's; never a file.
     chat_template: str | None = None
@@ -290,8 +272,8 @@ class ChatOptions:
             raise RequestError("must have strings as names of variables", path=_KWARGS)
         if self.add_generation_prompt and self.continue_final_message:
             raise RequestError(
-                "needs add_generation_prompt=False: either the last message goes on, or a new "
-                "one begins",
+                "needs add_generation_prompt=False: either the last message is continued, or "
+                "a new one begins",
                 path=("continue_final_message",),
             )
         with at("tools"):
@@ -302,8 +284,8 @@ class ChatOptions:
 def load_chat_template(chat_template: str | os.PathLike[str] | None) -> str | None:
     """Return the text of a chat template, or the name of one of the model's templates.
 
-    The argument is that text, that name, or the path of a file to read. Use this only for callers
-    who may read this machine's files. Raise a `RequestError` if the file can't be read.
+    The argument is that text, that name, or the path of a file to read. Only callers who may read
+    this machine's files may use this. Raise a `RequestError` if the file can't be read.
     """
     if chat_template is None:
         return None

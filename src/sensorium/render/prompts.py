@@ -1,8 +1,8 @@
 """Prompts as one typed value, and how a caller's mapping is read into it.
 
-A caller may give text, token ids or a mapping (`types.request`). `read_prompt` checks it once, and
-raises a `RequestError` with the path of a field that is wrong. All later code works with an
-`EnginePrompt` and checks no types any more.
+`read_prompt` checks text, token ids or a mapping (`types.request`) once, and raises a
+`RequestError` with the path of a wrong field. All later code works with an `EnginePrompt`, and
+checks no types.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ _OPTION_TYPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedMedia:
-    """The media items of a prompt that another process has rendered to token ids, not checked yet.
-
-    Each mapping goes from a modality to a list with one entry per media item.
-    `engine.inputs.rendered_prompt` checks them.
-    """
+    """Media items of a prompt that another process has rendered; `engine.inputs` checks them."""
 
     # modality -> one entry per item
     mm_hashes: Mapping[str, Any]
@@ -84,8 +80,7 @@ class EnginePrompt:
 def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = None) -> EnginePrompt:
     """Check a caller's prompt, and return it as an `EnginePrompt`.
 
-    Raise a `RequestError` with the path of the field that is wrong. If there are too many token ids
-    for `max_model_len`, they are refused before each of them is checked.
+    More token ids than `max_model_len` are refused before each of them is checked.
     """
     if isinstance(prompt, EnginePrompt):
         return prompt
@@ -109,10 +104,7 @@ def read_prompt(prompt: Prompt | EnginePrompt, *, max_model_len: int | None = No
 
 
 def read_options(fields: Mapping[str, Any]) -> PromptOptions:
-    """Return the optional fields of a prompt that were given, with their types checked.
-
-    Raise a `RequestError` if a field has a wrong type.
-    """
+    """Return the optional fields of a prompt that were given, with their types checked."""
     _check_types(fields, _OPTION_TYPES)
     given = {name: fields[name] for name in _OPTION_TYPES if fields.get(name) is not None}
     return cast(PromptOptions, given)
@@ -172,8 +164,7 @@ def _read_token_ids(token_ids: object, max_model_len: int | None) -> list[int]:
 def _read_media(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> tuple[MediaItem, ...]:
     """Return the media items of a prompt, grouped by modality, each with its uuid if it has one.
 
-    Both arguments map a modality to one entry or to a list. Raise a `RequestError` if the numbers
-    of items and uuids differ.
+    Both arguments map a modality to one entry or to a list.
     """
     items: list[MediaItem] = []
     for key in {**data, **uuids}:
@@ -201,11 +192,9 @@ def _read_uuids(modality: str, uuids: Any) -> list[str | None]:
 
 
 def _as_items(modality: str, media: Any) -> list[Any]:
-    """Return the media of one modality, which may be one item or several, as a list of items.
-
-    A list of frames is one video, and so is a pair of frames and metadata. A pair of audio samples
-    and their rate is one audio item.
-    """
+    """Return the media of one modality, which may be one item or several, as a list of items."""
+    # A list of frames is one video, and so is a pair of frames and metadata. A pair of audio
+    # samples and their rate is one audio item.
     if media is None:
         return []
     is_pair = isinstance(media, tuple) and len(media) == 2 and isinstance(media[1], Mapping | Real)
@@ -254,8 +243,8 @@ def as_params(
 ) -> list[SamplingParams]:
     """Return a list of `SamplingParams`, one for each of `count` prompts.
 
-    A single `SamplingParams` is used for all prompts, and `None` means the defaults. Raise a
-    `RequestError` if the number of entries is not `count`.
+    A single one is used for all prompts, and `None` means the defaults. Raise a `RequestError` if
+    the number of entries is not `count`.
     """
     if params is None:
         return [SamplingParams()] * count

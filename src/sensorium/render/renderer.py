@@ -34,9 +34,8 @@ class ChatRenderer:
         self._hf_processor = processor.hf_processor
         self._tokenizer = processor.tokenizer
         self._markers = processor.markers
-        # Of models that take one sound and no text.
-        audio = processor.outside_audio
-        self._audios = audio if isinstance(audio, StreamingAudioProcessor) else None
+        # Of models that take one audio item and no text.
+        self._audios = processor.streaming_audio
         self._pattern = re.compile("|".join(map(re.escape, self._markers.values())) or "(?!)")
         self._special_tokens: Mapping[str, str] = dict(self._tokenizer.special_tokens_map)
         is_mistral = type(self._tokenizer).__name__ == "MistralCommonBackend"
@@ -53,9 +52,7 @@ class ChatRenderer:
         """Return the prompt of a conversation: its text or its token ids, and its media items.
 
         Raise a `RequestError` with the path of the field that is wrong, or with the template's
-        reason for refusing. `check_length` raises one if a text is too long. It is called only for
-        tokenizers that turn a conversation directly into token ids; otherwise the text is checked
-        later, before it is tokenised.
+        reason for refusing. `check_length` raises one if a text is too long.
         """
         options = options or ChatOptions()
         parsed = parse_messages(messages)
@@ -65,6 +62,7 @@ class ChatRenderer:
         self._check_modalities(media)
         items = tuple(item for group in media.values() for item in group)
         if self._mistral is not None:
+            # These token ids are made here. Other text is checked later, before it is tokenised.
             if check_length is not None:
                 check_length(_join_text(parsed, options))
             return EnginePrompt(token_ids=self._mistral.render(parsed, options), media=items)
@@ -77,18 +75,11 @@ class ChatRenderer:
         )
 
     def render_transcription(self, language: str | None) -> list[int] | None:
-        """Return the token ids of the model's own prompt for a transcript, with one audio marker.
-
-        `language` is the code of the spoken language, if it is known. Return `None` if the
-        tokenizer has no such prompt. Raise a `RequestError` if it does not take the language.
-        """
+        """Return the model's own prompt for a transcript, as `MistralTemplate` does, or `None`."""
         return None if self._mistral is None else self._mistral.render_transcription(language)
 
     def learn(self, options: ChatOptions, modalities: Sequence[str]) -> None:
-        """Find out in advance which forms of message content the chat templates accept.
-
-        This covers conversations of text alone, and conversations with media items of one modality.
-        """
+        """Find out in advance what the templates accept, for text alone and for each modality."""
         if self._mistral is not None:
             return
         for kinds in ((), *((modality,) for modality in modalities)):
@@ -99,11 +90,9 @@ class ChatRenderer:
         return ChatTemplate(source, markers=self._markers, special_tokens=self._special_tokens)
 
     def _needs_special_tokens(self, text: str) -> bool:
-        """Return whether the tokenizer has to add special tokens to a rendered text.
-
-        This is what Transformers does: a tokenizer adds none to a conversation, but a processor
-        adds them unless the template has written the beginning-of-sequence token.
-        """
+        """Return whether the tokenizer has to add special tokens to a rendered text."""
+        # As in Transformers: a tokenizer adds none to a conversation, but a processor adds them
+        # unless the template has written the beginning-of-sequence token.
         bos: Any = self._tokenizer.bos_token
         return self._hf_processor is not None and not (bos and text.startswith(bos))
 
@@ -139,16 +128,16 @@ def _render_audio(
     media: Mapping[str, Sequence[MediaItem]],
     audios: StreamingAudioProcessor,
 ) -> EnginePrompt:
-    """Return the prompt of a conversation with a model that takes one sound and no text."""
+    """Return the prompt of a conversation with a model that takes one audio item and no text."""
     items = [item for group in media.values() for item in group]
     if len(items) != 1 or "audio" not in media:
         raise RequestError(
-            "this model writes down one sound: send one message with one audio part",
+            "this model transcribes one audio item: send one message with one audio part",
             path=("messages",),
         )
     for path, text in _find_texts(messages):
         if text.strip():
-            raise RequestError("this model writes down a sound and takes no text: remove it", path)
+            raise RequestError("this model transcribes audio and takes no text: remove it", path)
     return EnginePrompt(token_ids=audios.start_token_ids, media=tuple(items))
 
 
@@ -165,10 +154,8 @@ def _find_texts(messages: Sequence[Message]) -> Iterator[tuple[FieldPath, str]]:
 
 
 def _join_text(messages: Sequence[Message], options: ChatOptions) -> str:
-    """Return all text of a conversation, with its tool calls and tools as JSON.
-
-    The order of the text has no meaning, because only its length is checked.
-    """
+    """Return all text of a conversation, with its tool calls and tools as JSON, in any order."""
+    # Only the length of the text is checked, so its order has no meaning.
     calls = [call for message in messages for call in message.fields.get("tool_calls", ())]
     texts = [text for _, text in _find_texts(messages)]
     return "".join((*texts, *map(json.dumps, (*calls, *(options.tools or ())))))

@@ -96,7 +96,7 @@ class Frontend:
             answers=self._parts.answers,
             transcriber=transcriber,
             live=_make_live_source(self._engine, speech, transcriber),
-            has_chat=self._parts.has_chat,
+            tasks=self._parts.tasks,
         )
         return BehindProxy(SyncBeforeEnd(app, self._sync))
 

@@ -72,7 +72,7 @@ class ServeOptions:
         help="Process a small item of each modality, let the model compute it, and start the "
         "processes for media before the server is ready.",
     )
-    protect_metrics: bool = _option(False, help="Ask for the key at /metrics too.")
+    protect_metrics: bool = _option(False, help="Also ask for the key at /metrics.")
     shutdown_timeout: float = _seconds(
         30.0, help="The time that requests have to end after SIGTERM."
     )

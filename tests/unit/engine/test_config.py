@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sensorium.engine.assembly.config import (
 from sensorium.engine.assembly.memory import MemoryPlan
 from sensorium.layers.kv_layout import LayerGroup, LayerSpec, group_layers
 from sensorium.types.errors import ModelError
+from sensorium.types.model_kind import CAUSAL, NO_DECODER
 
 BYTES_PER_BLOCK = 2 * (8 + 8) * 16 * 4  # one layer, float32, blocks of 16
 OPTIONS = EngineOptions(kv_cache_memory_bytes=1000 * BYTES_PER_BLOCK)
@@ -60,7 +62,7 @@ def resolve(
     device = torch.device(changes.get("device", "cpu"))
     return resolve_config(
         options,
-        limits=resolve_limits(options, text_config=text_config, device=device),  # type: ignore[arg-type]
+        limits=resolve_limits(options, text_config=text_config, kind=CAUSAL, device=device),  # type: ignore[arg-type]
         layer_groups=make_groups(*(windows or (None,))),
         element_size=4,
         device=device,
@@ -141,6 +143,7 @@ def test_a_gpu_computes_long_prompts_in_larger_pieces_without_a_pause() -> None:
     limits = resolve_limits(
         OPTIONS,
         text_config=SimpleNamespace(architectures=None, max_position_embeddings=4096),  # type: ignore[arg-type]
+        kind=CAUSAL,
         device=torch.device("cuda"),
     )
     assert limits.max_num_batched_tokens == limits.max_num_encoder_embeds == 8192
@@ -183,15 +186,17 @@ def test_a_model_that_names_no_context_needs_one() -> None:
     assert resolve(options, context=None).limits.max_model_len == 64
 
 
-def test_a_recogniser_has_a_short_context_and_room_for_many_frames() -> None:
-    config: Any = SimpleNamespace(architectures=["ParakeetForCTC"], max_position_embeddings=5000)
-    cpu = torch.device("cpu")
-    limits = resolve_limits(EngineOptions(), text_config=config, device=cpu)
+def test_a_ctc_transducer_model_has_a_short_context_and_room_for_many_frames() -> None:
+    config: Any = SimpleNamespace(max_position_embeddings=5000)
+    resolve = partial(
+        resolve_limits, text_config=config, kind=NO_DECODER, device=torch.device("cpu")
+    )
+    limits = resolve(EngineOptions())
     assert (limits.max_model_len, limits.encoder_cache_size) == (2, 2**20)
-    smaller = resolve_limits(EngineOptions(encoder_cache_size=99), text_config=config, device=cpu)
+    smaller = resolve(EngineOptions(encoder_cache_size=99))
     assert smaller.encoder_cache_size == 99
     with pytest.raises(ModelError, match="more than the model's context of 2 tokens"):
-        resolve_limits(EngineOptions(max_model_len=64), text_config=config, device=cpu)
+        resolve(EngineOptions(max_model_len=64))
 
 
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused() -> None:
@@ -201,7 +206,7 @@ def test_a_context_that_was_asked_for_and_does_not_fit_is_refused() -> None:
     assert resolve(replace(options, max_model_len=144)).limits.max_model_len == 144
 
 
-def test_a_context_that_nobody_asked_for_is_cut_to_what_fits(
+def test_a_default_context_is_cut_to_what_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = resolve(EngineOptions(kv_cache_memory_bytes=10 * BYTES_PER_BLOCK))
@@ -221,7 +226,7 @@ def test_only_groups_that_keep_everything_bound_the_context() -> None:
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, "0.9", True, float("nan")])
-def test_a_share_of_memory_that_is_none_is_refused(share: Any) -> None:
+def test_an_invalid_share_of_memory_is_refused(share: Any) -> None:
     with pytest.raises(
         ModelError, match="gpu_memory_utilization must be a number above 0 and at most 1"
     ):

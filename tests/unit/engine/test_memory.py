@@ -29,6 +29,7 @@ from sensorium.engine.assembly.memory import (
 )
 from sensorium.engine.assembly.options import EngineOptions
 from sensorium.types.errors import ModelError
+from sensorium.types.model_kind import CAUSAL
 
 CPU = torch.device("cpu")
 LIMITS = Limits(
@@ -79,6 +80,7 @@ def plan(config: PretrainedConfig, kv_cache_bytes: int | None = None) -> MemoryP
     return plan_memory(
         config,
         EngineOptions(max_model_len=100, kv_cache_memory_bytes=kv_cache_bytes),
+        kind=CAUSAL,
         limits=LIMITS,
         weights_bytes=12_345,
         element_size=2,
@@ -105,6 +107,7 @@ def test_graphs_of_encoders_are_planned_only_where_they_are_captured() -> None:
         return plan_memory(
             config,
             EngineOptions(max_model_len=100),
+            kind=CAUSAL,
             limits=LIMITS,
             weights_bytes=1,
             element_size=2,
@@ -171,7 +174,7 @@ def test_what_fits_to_the_byte_is_accepted_and_one_more_refused_with_all_figures
     assert "gpu_memory_utilization" not in message
 
 
-def test_the_advice_fits_the_fault() -> None:
+def test_the_advice_names_the_option_at_fault() -> None:
     with pytest.raises(ModelError, match=r"a smaller model, .*gpu_memory_utilization"):
         check_memory(PLAN, free_bytes=GIB, device=torch.device("cuda"))
     small = replace(PLAN, weights_bytes=1)
@@ -193,5 +196,5 @@ def test_a_share_of_a_cuda_device_stays_untouched(monkeypatch: pytest.MonkeyPatc
     ("num_bytes", "text"),
     [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (3 * GIB // 2, "1.5 GiB")],
 )
-def test_bytes_are_readable(num_bytes: int, text: str) -> None:
+def test_bytes_are_formatted_with_a_unit(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text

@@ -9,6 +9,7 @@ import pytest
 
 from sensorium.engine.outputs.output_processor import OutputProcessor
 from sensorium.types.errors import ErrorRecord
+from sensorium.types.model_kind import CAUSAL, CROSS, ModelKind
 from sensorium.types.multimodal import MultiModalFeatureSpec, PlaceholderRange
 from sensorium.types.outputs import CompletionOutput, RequestOutput
 from sensorium.types.request import (
@@ -79,9 +80,9 @@ def test_an_output_carries_the_request_and_its_counts() -> None:
 
 
 def _count_mm_tokens(
-    *places: tuple[str, PlaceholderRange], is_outside_prompt: bool
+    *places: tuple[str, PlaceholderRange], kind: ModelKind = CAUSAL
 ) -> dict[str, int]:
-    processor = OutputProcessor(LetterTokenizer(), is_outside_prompt=is_outside_prompt)
+    processor = OutputProcessor(LetterTokenizer(), kind=kind)
     request = EngineCoreRequest(
         request_id="r",
         prompt_token_ids=(62,) * 20,
@@ -99,15 +100,15 @@ def test_tokens_of_media_are_the_positions_that_take_embeddings() -> None:
     first = PlaceholderRange(1, 4)
     second = PlaceholderRange(6, 5, is_embed=(False, True, True, True, False))
     places = (("image", first), ("image", second), ("audio", PlaceholderRange(12, 2)))
-    assert _count_mm_tokens(*places, is_outside_prompt=False) == {"image": 7, "audio": 2}
-    assert _count_mm_tokens(is_outside_prompt=False) == {}
+    assert _count_mm_tokens(*places) == {"image": 7, "audio": 2}
+    assert _count_mm_tokens() == {}
 
 
-def test_an_audio_file_beside_the_prompt_takes_none_of_its_tokens() -> None:
-    assert _count_mm_tokens(("audio", PlaceholderRange(0, 9)), is_outside_prompt=True) == {}
+def test_audio_outside_the_prompt_takes_none_of_its_tokens() -> None:
+    assert _count_mm_tokens(("audio", PlaceholderRange(0, 9)), kind=CROSS) == {}
 
 
-def test_a_request_that_goes_on_gives_nothing_yet() -> None:
+def test_an_unfinished_request_gives_no_output() -> None:
     assert make_processor().process([news("a")]) == ([], [])
 
 
@@ -147,7 +148,7 @@ def test_a_stop_string_over_several_tokens_cuts_the_text(include: bool, text: st
     assert completion.token_ids == tuple(map(ord, "abxyz"))
 
 
-def test_what_the_core_says_after_a_stop_string_is_passed_over() -> None:
+def test_outputs_of_the_core_after_a_stop_string_are_ignored() -> None:
     processor = make_processor(stop=("x",))
     processor.process([news("x")])
     assert processor.process([news("y"), news("", FinishReason.ABORT)]) == ([], [])
@@ -227,7 +228,7 @@ def test_a_request_that_ends_without_a_token_keeps_the_text_it_had(reason: Finis
         assert output.error is None
 
 
-def test_requests_of_one_step_are_kept_apart() -> None:
+def test_requests_of_one_step_are_kept_separate() -> None:
     processor = make_processor("r")
     other = EngineCoreRequest(
         request_id="s", prompt_token_ids=(1,), sampling_params=SamplingParams()
@@ -267,5 +268,5 @@ def test_a_forgotten_request_gives_no_output() -> None:
     ],
 )
 def test_special_tokens_have_text_if_it_was_asked_for(params: dict[str, Any], text: str) -> None:
-    """The one that ends it needs more than that."""
+    """The one that ends a request also needs `include_stop_str_in_output`."""
     assert complete("a$$", FinishReason.STOP, **params).text == text

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from sensorium.checkpoints.safetensors_header import get_num_weight_bytes
 from sensorium.core.admission import Limits
@@ -32,7 +31,7 @@ from sensorium.engine.assembly.frontend import (
 )
 from sensorium.engine.assembly.memory import MemoryPlan, check_memory, get_free_bytes, plan_memory
 from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, MediaOptions
-from sensorium.engine.assembly.tiers import build_tiers, takes_encoded
+from sensorium.engine.assembly.tiers import build_tiers
 from sensorium.engine.assembly.trial import Trial
 from sensorium.engine.core_process.engine_core import EngineCore, PayloadStore
 from sensorium.engine.core_process.output_loader import OutputLoader
@@ -41,7 +40,7 @@ from sensorium.grammar.compiler import GrammarCompiler
 from sensorium.layers.attention.selection import choose_attention
 from sensorium.layers.kv_layout import LayerSpec, group_layers
 from sensorium.models.checkpoint import find_weights
-from sensorium.models.ctc_transducer import CtcTransducerModel, is_ctc_transducer
+from sensorium.models.ctc_transducer import CtcTransducerModel
 from sensorium.models.families import KNOWN_MODELS
 from sensorium.models.generation_config import get_generation_defaults, load_string_limit
 from sensorium.models.hf_model import HfModel
@@ -114,7 +113,7 @@ def use_tiers(built: Core, tiers: MediaTiers | None) -> None:
 
     A core that is still to be tried has no tiers, because it has to encode the items of its trial.
     """
-    if tiers is not None and takes_encoded(built.hf_model.config):
+    if tiers is not None and built.hf_model.kind.has_kept_encodings:
         built.core.runner.encoder_runner.store = tiers
         built.core.loader = OutputLoader(tiers)
 
@@ -140,7 +139,7 @@ def build_core(
     dtype = resolve_dtype(loading.dtype, hf_config, device)
     get_model_class(directory, hf_config, trust_remote_code=trust_remote_code)
     text_config = hf_config.get_text_config(decoder=True)
-    limits = resolve_limits(options, text_config=text_config, device=device)
+    limits = resolve_limits(options, text_config=text_config, kind=checkpoint.kind, device=device)
     parts = (checkpoint, options, limits, dtype, device)
     memory, most_bytes = _plan_memory(loading, *parts, captures_encoders=has_own_process)
     report_step("loading the weights")
@@ -177,16 +176,17 @@ def build_core(
         config=config,
         hf_model=hf_model,
         defaults=defaults,
-        needs_trial=_needs_trial(hf_config),
+        needs_trial=_needs_trial(checkpoint),
     )
 
 
-def _needs_trial(hf_config: PretrainedConfig) -> bool:
+def _needs_trial(checkpoint: Checkpoint) -> bool:
     """Return whether a model has to be compared with its own code before it is used.
 
     A CTC/transducer model is run by its own code alone, so that there is nothing to compare.
     """
-    return hf_config.model_type not in KNOWN_MODELS and not is_ctc_transducer(hf_config)
+    is_known = checkpoint.hf_config.model_type in KNOWN_MODELS
+    return not is_known and checkpoint.kind.decoder != "none"
 
 
 def _plan_memory(
@@ -204,6 +204,7 @@ def _plan_memory(
     memory = plan_memory(
         checkpoint.hf_config,
         options,
+        kind=checkpoint.kind,
         limits=limits,
         weights_bytes=get_num_weight_bytes(weights, element_size=dtype.itemsize),
         element_size=dtype.itemsize,
@@ -321,7 +322,7 @@ def _limit_model(
         limit_context(options, limits, hf_model.find_context_limit(layers)),
         bidirectional_modalities=hf_model.bidirectional_modalities,
         long_after=hf_model.long_after,
-        is_encoder_decoder=hf_model.max_cross_positions > 0,
+        is_encoder_decoder=hf_model.kind.media == "outside",
     )
 
 

@@ -18,7 +18,6 @@ from sensorium.engine.assembly.options import EngineOptions, LoadingOptions, Med
 from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.renderer import Renderer
 from sensorium.engine.inputs.warmup import warm_up
-from sensorium.models.ctc_transducer import is_ctc_transducer
 from sensorium.models.loading import find_unserved, get_model_class
 from sensorium.types.families import FAMILIES
 from sensorium.types.restrictions import Restrictions
@@ -42,7 +41,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
     frontend = build_frontend(loading, checkpoint, media, build_readonly_caches(media))
     processor = frontend.processor
     family = next((f for f in FAMILIES if f.model_type == config.model_type), None)
-    is_listed = family is not None or is_ctc_transducer(config)
+    is_listed = family is not None or checkpoint.kind.decoder == "none"
     switched_off = {
         **({} if is_listed else find_unserved(model_class, processor.modalities)),
         **restrictions.switched_off,
@@ -52,7 +51,7 @@ def describe_model(loading: LoadingOptions, *, is_tried: bool = False) -> str:
     context = parse_length(getattr(text_config, "max_position_embeddings", None))
     named = "not named in its config" if context is None else f"{context} tokens"
     unknown = "passed its trial" if is_tried else "a trial at start decides (see --try)"
-    if is_ctc_transducer(config):
+    if checkpoint.kind.decoder == "none":
         named = "none: it takes nothing but audio"
         unknown = "run by its own code, without a trial"
     lines = {

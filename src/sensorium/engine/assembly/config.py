@@ -16,9 +16,10 @@ from sensorium.core.scheduler import Scheduler
 from sensorium.engine.assembly.memory import MemoryPlan, format_bytes
 from sensorium.engine.assembly.options import EngineOptions
 from sensorium.layers.kv_layout import LayerGroup, plan_cross_cache, plan_kv_cache
-from sensorium.models.ctc_transducer import CONTEXT, is_ctc_transducer
+from sensorium.models.ctc_transducer import CONTEXT
 from sensorium.models.long_context import ContextLimit
 from sensorium.types.errors import ModelError
+from sensorium.types.model_kind import ModelKind
 from sensorium.types.scheduling import KVCacheGroup
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,11 @@ def make_scheduler(config: EngineConfig) -> Scheduler:
 
 
 def resolve_limits(
-    options: EngineOptions, *, text_config: PretrainedConfig, device: torch.device
+    options: EngineOptions,
+    *,
+    text_config: PretrainedConfig,
+    kind: ModelKind,
+    device: torch.device,
 ) -> Limits:
     """Return the limits of the context and of a step, with defaults for unset options.
 
@@ -88,11 +93,11 @@ def resolve_limits(
     if threshold is None:
         threshold = min(_LONG_PREFILL[device.type], max_num_batched_tokens)
     return Limits(
-        max_model_len=resolve_context(options, text_config=text_config),
+        max_model_len=resolve_context(options, text_config=text_config, kind=kind),
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=options.max_num_seqs or (256 if is_cuda else 32),
         encoder_cache_size=options.encoder_cache_size
-        or (_FRAME_CACHE_SIZE if is_ctc_transducer(text_config) else _ENCODER_CACHE_SIZE),
+        or (_FRAME_CACHE_SIZE if kind.decoder == "none" else _ENCODER_CACHE_SIZE),
         max_num_encoder_embeds=options.max_num_encoder_embeds
         or options.max_num_batched_tokens
         or _MAX_NUM_ENCODER_EMBEDS[device.type],
@@ -104,12 +109,14 @@ def resolve_limits(
     )
 
 
-def resolve_context(options: EngineOptions, *, text_config: PretrainedConfig) -> int:
+def resolve_context(
+    options: EngineOptions, *, text_config: PretrainedConfig, kind: ModelKind
+) -> int:
     """Return the user's `max_model_len`, or else the model's context length in tokens.
 
     Raise a `ModelError` if neither is known, or if the user's value exceeds the model's.
     """
-    context = CONTEXT if is_ctc_transducer(text_config) else None
+    context = CONTEXT if kind.decoder == "none" else None
     for key in ("max_target_positions", "max_position_embeddings"):
         context = context or parse_length(getattr(text_config, key, None))
     max_model_len: int | None = options.max_model_len or context

@@ -63,7 +63,7 @@ def build_encoder(
         loading, checkpoint, media, build_readonly_caches(media), tiers=tiers, starts_early=True
     )
     try:
-        check_remote_encoder(hf_config, frontend.processor)
+        check_remote_encoder(frontend.processor)
         find_weights(loading.model, directory, use_tqdm=loading.use_tqdm_on_load)
         report_step("loading the weights of the encoders")
         device = resolve_device(loading.device)

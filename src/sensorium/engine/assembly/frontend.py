@@ -12,10 +12,11 @@ import msgspec
 from transformers import PretrainedConfig
 
 from sensorium.engine.assembly.options import LoadingOptions, MediaOptions
-from sensorium.engine.assembly.tiers import make_identity, takes_encoded
+from sensorium.engine.assembly.tiers import make_identity
 from sensorium.engine.encoding.client import SocketEncoder
 from sensorium.engine.encoding.wire import Identity
 from sensorium.models.checkpoint import find_checkpoint, get_revision
+from sensorium.models.families import find_model_class
 from sensorium.models.loading import load_config
 from sensorium.multimodal.cache.interface import ProcessorCache, ReceiverCache, SenderCache
 from sensorium.multimodal.cache.item_table import ItemTable
@@ -53,6 +54,7 @@ from sensorium.multimodal.processing.remote_encoder_backend import (
 from sensorium.multimodal.tiers.tiers import MediaTiers
 from sensorium.types.errors import ModelError
 from sensorium.types.families import FAMILIES
+from sensorium.types.model_kind import ModelKind
 from sensorium.utils.process import report_step
 
 MakeEncoder = Callable[[Identity, MultiModalProcessor], EncoderService]
@@ -65,6 +67,7 @@ class Checkpoint:
 
     directory: Path  # maybe without the weights, which only the core reads and downloads
     hf_config: PretrainedConfig
+    kind: ModelKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,14 +97,15 @@ class MediaParts:
     loader: MediaLoader
     pool: ProcessPool | None  # None: this process decodes and processes media itself
     tiers: MediaTiers | None = None  # None: nothing outlives the engine
-    apart: RemoteEncoder | None = None  # None: the engine encodes everything itself
+    remote_encoder: RemoteEncoder | None = None  # None: the engine encodes everything itself
 
     def close(self) -> None:
         """Close all parts and the shared memory; the tiers first write what waits."""
         self.loader.close()
-        if self.apart is not None:
-            self.apart.backend.close()  # first, so that what the service loses is not begun here
-            self.apart.service.close()
+        if self.remote_encoder is not None:
+            # First, so that what the service loses is not begun here.
+            self.remote_encoder.backend.close()
+            self.remote_encoder.service.close()
         if self.tiers is not None:
             self.tiers.close()
         if self.pool is not None:
@@ -133,7 +137,8 @@ def read_checkpoint(loading: LoadingOptions) -> Checkpoint:
         use_tqdm=loading.use_tqdm_on_load,
     )
     hf_config = load_config(str(directory), trust_remote_code=loading.trust_remote_code)
-    return Checkpoint(directory=directory, hf_config=hf_config)
+    kind = find_model_class(hf_config).kind
+    return Checkpoint(directory=directory, hf_config=hf_config, kind=kind)
 
 
 def build_store(options: MediaOptions) -> ShmStore | None:
@@ -204,17 +209,17 @@ def build_frontend(
     make_pipeline = partial(make_pipeline, tiers=tiers, check_stored=check_stored)
     take_embeds = _make_embeds_backend(options, processor, hf_config)
     backend = make_backend(keep=shared is not None)
-    apart = _connect_encoder(loading, checkpoint, options, processor, backend, make_encoder)
+    remote = _connect_encoder(loading, checkpoint, options, processor, backend, make_encoder)
     media_parts = MediaParts(
         caches=caches,
         pipeline=make_pipeline(
             cache=caches.sender,
             shared=shared,
-            backend=take_embeds(backend if apart is None else apart.backend),
+            backend=take_embeds(backend if remote is None else remote.backend),
             own_backend=take_embeds(backend),
             # An item may wait for so long before it is sent, and then for its answer.
-            remote_timeout_s=0.0 if apart is None else 2 * options.encoder_timeout,
-            takes_encoded=takes_encoded(hf_config),
+            remote_timeout_s=0.0 if remote is None else 2 * options.encoder_timeout,
+            takes_encoded=checkpoint.kind.has_kept_encodings,
         ),
         readonly=make_pipeline(
             cache=caches.readonly,
@@ -224,7 +229,7 @@ def build_frontend(
         loader=loader,
         pool=pool,
         tiers=tiers,
-        apart=apart,
+        remote_encoder=remote,
     )
     return Frontend(
         processor=processor, media_parts=media_parts, checkpoint=checkpoint, own_options=own
@@ -264,7 +269,7 @@ def _connect_encoder(
         if options.encoder is None:
             return None
         make_encoder = partial(_connect_socket, options.encoder, timeout_s=options.encoder_timeout)
-    check_remote_encoder(checkpoint.hf_config, processor)
+    check_remote_encoder(processor)
     identity = make_identity(loading, checkpoint.directory, checkpoint.hf_config, options)
     identity = msgspec.structs.replace(identity, processor=processor.fingerprint)
     service = make_encoder(identity, processor)
@@ -286,11 +291,11 @@ def _connect_socket(
     return service
 
 
-def check_remote_encoder(hf_config: PretrainedConfig, processor: MultiModalProcessor) -> None:
+def check_remote_encoder(processor: MultiModalProcessor) -> None:
     """Raise a `ModelError` if a model has no encoder that can run without its decoder."""
     if not processor.modalities:
         raise ModelError("this model takes no media, so that there is nothing to encode")
-    if processor.outside_audio is not None or not takes_encoded(hf_config):
+    if processor.kind.media != "in_prompt":
         raise ModelError(
             "the encoder of this model can't be remote: it only transcribes speech, and encodes "
             "parts of the audio while it does"

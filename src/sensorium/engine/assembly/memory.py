@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 
 from sensorium.core.admission import Limits
 from sensorium.engine.assembly.options import EngineOptions
-from sensorium.models.ctc_transducer import NUM_COLUMNS, is_ctc_transducer
+from sensorium.models.ctc_transducer import NUM_COLUMNS
 from sensorium.types.errors import ModelError
+from sensorium.types.model_kind import ModelKind
 from sensorium.utils.system_memory import get_free_system_bytes
 
 # The number of tensors that exist at the same time inside a layer. Those of the hidden width are
@@ -99,6 +100,7 @@ def plan_memory(
     config: PretrainedConfig,
     options: EngineOptions,
     *,
+    kind: ModelKind,
     limits: Limits,
     weights_bytes: int,
     element_size: int,
@@ -111,7 +113,7 @@ def plan_memory(
     size that the user asked for, or else holds the context that the user asked for, or else one
     full step. With `captures_encoders` there is also memory for CUDA graphs of encoders.
     """
-    if is_ctc_transducer(config):
+    if kind.decoder == "none":
         return _plan_ctc_transducer(config, limits, weights_bytes, element_size)
     text_config = config.get_text_config(decoder=True)
     kv_cache_bytes = options.kv_cache_memory_bytes

@@ -11,10 +11,7 @@ from transformers import PretrainedConfig
 from sensorium.engine.assembly.options import LoadingOptions, MediaOptions
 from sensorium.engine.encoding.wire import Identity
 from sensorium.models.checkpoint import get_weights_identity
-from sensorium.models.ctc_transducer import is_ctc_transducer
-from sensorium.models.families import KNOWN_MODELS
 from sensorium.models.loading import resolve_device, resolve_dtype
-from sensorium.models.streaming import StreamingModel
 from sensorium.multimodal.tiers.address import parse_address
 from sensorium.multimodal.tiers.disk import DiskStore
 from sensorium.multimodal.tiers.interface import Store
@@ -124,14 +121,3 @@ def get_encoder_width(hf_config: PretrainedConfig) -> int | None:
     ]
     num_deep = max((len(each) for each in deep if each), default=0)
     return None if width is None else width * (1 + num_deep)
-
-
-def takes_encoded(hf_config: PretrainedConfig) -> bool:
-    """Return whether encoder outputs of a model can be kept and used again.
-
-    A CTC/transducer model makes text of its audio at once, and a streaming model has no whole
-    audio.
-    """
-    hf_model = KNOWN_MODELS.get(hf_config.model_type)
-    is_streaming = hf_model is not None and issubclass(hf_model, StreamingModel)
-    return not is_streaming and not is_ctc_transducer(hf_config)

@@ -36,7 +36,6 @@ from sensorium.multimodal.placeholders import (
 from sensorium.multimodal.processing.cost_guard import check_processor_kwargs
 from sensorium.multimodal.processing.item_spec import ItemSpecs
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.streaming_audio import describe_stream
 from sensorium.render.prompts import EnginePrompt, RenderedMedia, read_prompt
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalFeatureSpec, MultiModalKwargsItem, Payload
@@ -188,6 +187,7 @@ class InputProcessor:
         token_ids, features, items = yield from self._expand(
             read, pipeline, needs_tensors=needs_tensors, cancelled=cancelled
         )
+        streaming = self.processor.streaming_audio
         try:
             if needs_tensors and self.max_model_len is not None:
                 check_length(len(token_ids), self.max_model_len)
@@ -202,7 +202,7 @@ class InputProcessor:
                 bans=self._make_bans(params),
                 cache_salt=read.cache_salt,
                 priority=read.priority,
-                stream=describe_stream(self.processor.outside_audio, features),
+                stream=None if streaming is None else streaming.describe_whole(features),
             )
         except BaseException:
             pipeline.release(items)

@@ -22,7 +22,7 @@ from sensorium.engine.inputs.input_processor import (
     ProcessedRequest,
     ProcessKwargs,
 )
-from sensorium.multimodal.processing.streaming_audio import AudioStream, StreamingAudioProcessor
+from sensorium.multimodal.processing.streaming_audio import AudioStream
 from sensorium.render.messages import ChatOptions, load_chat_template
 from sensorium.render.prompts import EnginePrompt, read_options
 from sensorium.render.renderer import ChatRenderer
@@ -166,8 +166,8 @@ class Renderer:
         The text is `delay_ms` behind the audio, `None` for the model's own choice. Raise a
         `RequestError` if the model takes only whole recordings, or can't have this delay.
         """
-        audios, defaults = self.inputs.processor.outside_audio, self.inputs.defaults
-        if not isinstance(audios, StreamingAudioProcessor):
+        audios, defaults = self.inputs.processor.streaming_audio, self.inputs.defaults
+        if audios is None:
             raise RequestError("this model takes no streaming audio")
         delay_ms = audios.default_delay_ms if delay_ms is None else delay_ms
         num_delay_tokens = audios.count_delay_tokens(delay_ms)

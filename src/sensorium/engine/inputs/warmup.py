@@ -57,8 +57,9 @@ def warm_up(renderer: Renderer) -> list[Dummy]:
     dummies: dict[str, Dummy] = {}
     try:
         with renderer.for_warmup() as for_warmup:
-            has_chat = renderer.inputs.processor.outside_audio is None
-            has_template = has_chat and _warm_up_template(renderer)
+            has_template = (
+                renderer.inputs.processor.kind.media == "in_prompt" and _warm_up_template(renderer)
+            )
             _PromptWarmup(for_warmup, renderer.inputs, dummies, has_template=has_template).run()
     except ModelError:
         raise
@@ -102,7 +103,9 @@ class _PromptWarmup:
 
     def run(self) -> None:
         """Prepare a prompt of text, and of each modality with and without the core's cache."""
-        if self._inputs.processor.outside_audio is None:  # otherwise every prompt has audio
+        if (
+            self._inputs.processor.kind.media == "in_prompt"
+        ):  # every prompt of the other kinds has audio
             self._warm_up_text()
         if self._inputs.allowed_modalities:
             self._process_media("Multi-modal", skip_mm_cache=False)
@@ -178,7 +181,7 @@ class _PromptWarmup:
 
     def _make_plain_prompt(self, modality: str) -> Prompt:
         processor, media = self._inputs.processor, {modality: [_make_url(modality)]}
-        if processor.outside_audio is not None:  # such models begin with a prompt without words
+        if processor.kind.media != "in_prompt":  # such models begin with a prompt without words
             return {"prompt": "", "multi_modal_data": media}
         return {
             "prompt": f"{processor.markers.get(modality, '')}{_WORDS}",

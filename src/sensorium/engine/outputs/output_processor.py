@@ -18,6 +18,7 @@ from sensorium.engine.outputs.completions import (
     make_token_text,
 )
 from sensorium.types.errors import RequestError
+from sensorium.types.model_kind import CAUSAL, ModelKind
 from sensorium.types.multimodal import ItemTimes, MultiModalFeatureSpec
 from sensorium.types.outputs import Logprob, MediaItemReport, RequestDelta, RequestOutput
 from sensorium.types.request import (
@@ -48,13 +49,12 @@ class _RequestState:
 class OutputProcessor:
     """A collector of the core's outputs that turns token ids into text and results for callers.
 
-    Each completion has its own id in the core. `is_outside_prompt` is true for models with media
-    that takes no positions of the prompt.
+    Each completion has its own id in the core.
     """
 
-    def __init__(self, tokenizer: Any, *, is_outside_prompt: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *, kind: ModelKind = CAUSAL) -> None:
         self._tokenizer = tokenizer
-        self._is_outside_prompt = is_outside_prompt
+        self._kind = kind
         self._get_text = make_token_text(tokenizer)
         self._states: dict[str, _RequestState] = {}  # request id -> state, until the request ends
         self._owners: dict[str, _RequestState] = {}  # id in the core -> state, until that ends
@@ -213,7 +213,7 @@ class OutputProcessor:
             encoder_hits=first.encoder_hits,
             encoder_loads=first.encoder_loads,
             speech=state.speech,
-            mm_tokens={} if self._is_outside_prompt else count_mm_tokens(features),
+            mm_tokens=count_mm_tokens(features) if self._kind.media == "in_prompt" else {},
             mm_items=place_reports(state.mm_items, features),
             times=first.times,
             stages=stages,

@@ -33,6 +33,7 @@ from sensorium.speech.whisper_tokens import (
 )
 from sensorium.speech.windows import Transcription
 from sensorium.types.errors import RequestError
+from sensorium.types.model_kind import PROMPT_TASKS, ModelKind, Task
 from sensorium.utils.pausing import Pausing
 
 _Audio = TypeVar("_Audio", bound=AudioSource)
@@ -176,6 +177,16 @@ class PieceModel(WithAudioProcessor):
             tokenizer=self.tokenizer,
             options=options,
         )
+
+
+def find_tasks(kind: ModelKind, speech: SpeechModel[Any] | None) -> frozenset[Task]:
+    """Return what a model can be asked to do; `speech` is the result of `read_speech_model`."""
+    tasks: set[Task] = set(PROMPT_TASKS) if kind.takes_prompts else set()
+    if speech is not None:
+        tasks |= {"transcription", "realtime"}
+        if speech.can_translate:
+            tasks.add("translation")
+    return frozenset(tasks)
 
 
 def read_speech_model(

@@ -20,6 +20,7 @@ import transformers
 from transformers import AutoProcessor, AutoTokenizer, PretrainedConfig
 
 from sensorium.checkpoints.first_look import check_files
+from sensorium.models.families import find_model_class
 from sensorium.models.loading import get_model_class
 from sensorium.multimodal.media import MediaLimits
 from sensorium.multimodal.processing.audio import AudioProcessor
@@ -28,12 +29,19 @@ from sensorium.multimodal.processing.ctc_transducer import (
     CtcTransducerParts,
     CtcTransducerProcessor,
 )
-from sensorium.multimodal.processing.streaming_audio import find_audio_class
+from sensorium.multimodal.processing.streaming_audio import StreamingAudioProcessor
 from sensorium.types.errors import ModelError, RequestError
+from sensorium.types.model_kind import CROSS, NO_DECODER, STREAMING, ModelKind
 from sensorium.types.multimodal import MODALITIES, ItemLayout, MultiModalKwargsItem, ProcessedItem
 
 # Returns the token that a character belongs to; `None` if the tokenizer dropped it.
 FindToken = Callable[[int], int | None]
+# For the kinds of models that have audio outside their prompt.
+_AUDIO_PROCESSORS: dict[ModelKind, type[AudioProcessor]] = {
+    CROSS: AudioProcessor,
+    NO_DECODER: CtcTransducerProcessor,
+    STREAMING: StreamingAudioProcessor,
+}
 
 
 def tokenize(
@@ -187,10 +195,11 @@ class MultiModalProcessor:
         self._token_ids = {
             modality: getattr(config, f"{modality}_token_id", None) for modality in MODALITIES
         }
-        audios = find_audio_class(config)
+        self.kind = find_model_class(config).kind
+        audios = _AUDIO_PROCESSORS.get(self.kind)
         is_multimodal = audios is not None or any(i is not None for i in self._token_ids.values())
         kind: Any = AutoProcessor if is_multimodal else AutoTokenizer
-        kind = CtcTransducerParts if audios is CtcTransducerProcessor else kind
+        kind = CtcTransducerParts if self.kind.decoder == "none" else kind
         check_files(model, needs_processor=is_multimodal)
         try:
             loaded: Any = kind.from_pretrained(model, trust_remote_code=trust_remote_code)
@@ -207,6 +216,12 @@ class MultiModalProcessor:
             self.outside_audio = audios(model_class, config, loaded)
         self.takes_whole_audio = self._call_own is not None or audios is not None
         self.modalities = tuple(m for m in MODALITIES if self._has_modality(m))
+
+    @property
+    def streaming_audio(self) -> StreamingAudioProcessor | None:
+        """Return the processor of audio that may still be arriving, if the model takes any."""
+        audio = self.outside_audio
+        return audio if isinstance(audio, StreamingAudioProcessor) else None
 
     @property
     def fingerprint(self) -> str:

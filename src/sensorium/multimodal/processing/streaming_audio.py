@@ -14,34 +14,14 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from sensorium.models.ctc_transducer import is_ctc_transducer
 from sensorium.multimodal.processing.audio import NUM_SAMPLES, AudioProcessor, Samples
-from sensorium.multimodal.processing.ctc_transducer import CtcTransducerProcessor
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalFeatureSpec, MultiModalKwargsItem
 from sensorium.types.request import StreamSpec
 
-MODEL_TYPE = "voxtral_realtime"
 _MAX_POSITIONS = 2**31 - 1  # audio may have any length
 _MS_PER_S = 1000
 _MAX_DELAY_TOKENS = 30  # the longest delay that the model was trained for: 2.4 seconds
-
-
-def find_audio_class(config: PretrainedConfig) -> type[AudioProcessor] | None:
-    """Return the class for a model that has audio outside the prompt, or `None` for others."""
-    if is_ctc_transducer(config):
-        return CtcTransducerProcessor
-    if config.model_type == MODEL_TYPE:
-        return StreamingAudioProcessor
-    return AudioProcessor if config.is_encoder_decoder else None
-
-
-def can_chat(audios: AudioProcessor | None) -> bool:
-    """Return whether a model takes conversations, given its processor of audio outside the prompt.
-
-    A streaming model answers a message of one audio item with its text.
-    """
-    return audios is None or isinstance(audios, StreamingAudioProcessor)
 
 
 class StreamingAudioProcessor(AudioProcessor):
@@ -112,25 +92,20 @@ class StreamingAudioProcessor(AudioProcessor):
         del first_frame, num_frames
         return {name: item[name] for name in (self.input_name, NUM_SAMPLES)}
 
+    def describe_whole(self, features: Sequence[MultiModalFeatureSpec]) -> StreamSpec:
+        """Return how a request takes the whole audio that comes with it."""
+        return StreamSpec(
+            num_delay_tokens=self.count_delay_tokens(self.default_delay_ms),
+            num_received=sum(feature.mm_position.get_num_embeds() for feature in features),
+            is_open=False,
+        )
+
     def compute(self, samples: Samples) -> torch.Tensor:
         """Return the features [bins, frames] of samples, without padding them."""
         features: torch.Tensor = self._extractor(
             samples, sampling_rate=self.sampling_rate, return_tensors="pt", center=False
         )[self.input_name][0]
         return features
-
-
-def describe_stream(
-    audios: AudioProcessor | None, features: Sequence[MultiModalFeatureSpec]
-) -> StreamSpec | None:
-    """Return how a request of a streaming model takes its whole audio, or `None` for others."""
-    if not isinstance(audios, StreamingAudioProcessor):
-        return None
-    return StreamSpec(
-        num_delay_tokens=audios.count_delay_tokens(audios.default_delay_ms),
-        num_received=sum(feature.mm_position.get_num_embeds() for feature in features),
-        is_open=False,
-    )
 
 
 class AudioStream:

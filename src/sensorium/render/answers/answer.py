@@ -21,10 +21,7 @@ class ToolCallDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerDelta(Struct, frozen=True, kw_only=True):
-    """The reasoning, content and tool calls of an answer that are new since the last delta.
-
-    All are empty if the new text is held back, because it may be the beginning of a tag.
-    """
+    """The parts of an answer that are new since the last delta; empty while text is held back."""
 
     reasoning: str = ""
     content: str = ""
@@ -32,11 +29,7 @@ class AnswerDelta(Struct, frozen=True, kw_only=True):
 
 
 class AnswerContext(Struct, frozen=True, kw_only=True):
-    """The fields of a request that change how its answer is read.
-
-    They have the tools and how the model may call them, and whether reasoning is separated from the
-    content.
-    """
+    """The fields of a request that change how its answer is read."""
 
     tools: tuple[Mapping[str, Any], ...] = ()  # in OpenAI's form, checked
     # "auto", "none", "required", or `{"name": …}` for one of the tools.
@@ -55,10 +48,7 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
 
     @property
     def demanded_tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools that the model may call if the request requires a tool call.
-
-        These are all tools, or the single one that `tool_choice` names.
-        """
+        """Return the tools that the model may call if it must call one: all, or the one named."""
         choice = self.tool_choice
         if isinstance(choice, str):
             return self.tools
@@ -67,7 +57,7 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class AnswerBuffer:
-    """A buffer for parts of an answer (reasoning, content, tool calls) until they are taken.
+    """A buffer for the parts of an answer until they are taken.
 
     It gives the tool calls their indices and ids, and drops those after the first `max_calls`.
     """
@@ -83,7 +73,7 @@ class AnswerBuffer:
 
     @property
     def num_given(self) -> int:
-        """The number of tool calls that have begun, without those that are dropped."""
+        """Return the number of tool calls that have begun, without those that are dropped."""
         return self.num_begun if self.max_calls is None else min(self.num_begun, self.max_calls)
 
     def add_reasoning(self, text: str) -> None:

@@ -28,35 +28,26 @@ Format = TypeVar("Format", CallFormat, ReasoningFormat)
 class AnswerFormat:
     """The formats in which a model writes reasoning and tool calls in its answers.
 
-    `start` returns a reader for each completion. If the model has no format of tool calls, no tool
-    calls are read, unless the request requires one. The model is then made to write it in the
-    Hermes format.
+    Without a format of tool calls none are read, unless the request requires one: the model is then
+    made to write it in the Hermes format.
     """
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
     vocabulary: Vocabulary = field(default_factory=Vocabulary)
     shows_tools: bool = False  # the chat template shows the tools to the model
-    max_string_length: int | None = None  # of strings that a schema leaves free
+    max_string_length: int | None = None  # characters of a string that a schema leaves free
 
     @cached_property
     def kept_special_token_ids(self) -> tuple[int, ...]:
-        """The ids of special tokens that must stay in the text, because they mark its parts.
-
-        Other special tokens are left out of an answer's text.
-        """
+        """Return the ids of special tokens that stay in the text, because they mark its parts."""
         tags = () if self.reasoning is None else self.reasoning.special_tokens
         wanted = (*(self.calls or hermes.CALLS).special_tokens, *tags)
         special = self.vocabulary.special_tokens
         return tuple(special[text] for text in wanted if text in special)
 
     def opens_reasoning(self, prompt: str | Sequence[int]) -> bool:
-        """Return whether an answer to this prompt begins inside reasoning.
-
-        The prompt is text or token ids. This is so if the prompt ends with the tag that opens
-        reasoning. Models that always reason do so unless the prompt ends with the tag that closes
-        reasoning.
-        """
+        """Return whether an answer to this prompt (text or token ids) begins inside reasoning."""
         if self.reasoning is None:
             return False
         if not isinstance(prompt, str):
@@ -77,10 +68,9 @@ class AnswerFormat:
         return AnswerReader(context, calls=calls, reasoning=self.reasoning, state=read)
 
     def make_constraint(self, context: AnswerContext) -> StructuredOutputsParams | None:
-        """Return a constraint that makes the model write a tool call.
+        """Return a grammar for the required tool call, or `None` if the request requires none.
 
-        Return `None` if the request does not require a tool call. Raise a `RequestError` if the
-        grammar of the tools becomes too large.
+        Raise a `RequestError` if the grammar of the tools becomes too large.
         """
         if not context.demands_call:
             return None
@@ -114,10 +104,7 @@ class AnswerFormat:
         )
 
     def _write_reasoning(self, lark: Lark, context: AnswerContext) -> str:
-        """Return a grammar expression for the reasoning before tool calls.
-
-        It is empty if the model has no format of reasoning.
-        """
+        """Return an expression for the reasoning before tool calls; empty if there is no format."""
         if self.reasoning is None:
             return ""
         thought = lark.add_until("thought", self.reasoning.close) + ' "\\n"? "\\n"?'
@@ -143,8 +130,7 @@ def make_answer_format(
 
     `template` is the text of the model's chat template, or of all templates that it has. The
     parsers are names of formats, "none", or "auto" to detect the format from the template and the
-    tokenizer. Raise a `RequestError` that lists the known names if one is unknown. If a tool's
-    schema does not limit the length of a string, the limit is `max_string_length` characters.
+    tokenizer. Raise a `RequestError` that lists the known names if one is unknown.
     """
     vocabulary = Vocabulary.of(tokenizer)
     _check_name("tool_call_parser", tool_call_parser, formats.TOOL_CALL_PARSERS)

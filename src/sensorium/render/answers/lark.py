@@ -12,10 +12,7 @@ Schema = Mapping[str, Any] | bool
 
 
 class Lark:
-    """A builder of a grammar in llguidance's dialect of Lark, to which rules are added one by one.
-
-    `special_tokens` maps the text of each special token to its id.
-    """
+    """A builder that collects the rules of a grammar in llguidance's dialect of Lark."""
 
     def __init__(
         self, special_tokens: Mapping[str, int], *, max_string_length: int | None = None
@@ -37,19 +34,13 @@ class Lark:
         return self.add(f"{prefix}_{len(self._rules)}", body)
 
     def write_text(self, text: str) -> str:
-        """Return a grammar expression that matches exactly this text.
-
-        If the text is that of a special token, the expression matches that token.
-        """
+        """Return an expression for exactly this text, or for the special token with this text."""
         if text in self._special_tokens:
             return f"<[{self._special_tokens[text]}]>"
         return json.dumps(text, ensure_ascii=False) if text else ""
 
     def write_tag(self, tag: str) -> str:
-        """Return a grammar expression for a tag that may begin with a special token.
-
-        The rest of the tag is matched as text.
-        """
+        """Return a grammar expression for a tag that may begin with a special token."""
         found = max((t for t in self._special_tokens if tag.startswith(t)), key=len, default="")
         return " ".join(filter(None, (self.write_text(found), self.write_text(tag[len(found) :]))))
 
@@ -77,8 +68,8 @@ class Lark:
     ) -> str:
         """Return a grammar expression for entries in a fixed order, with separators between them.
 
-        An entry is a grammar expression and whether it is required; other entries may be left out.
-        Rules that the expression needs are added under names that begin with `prefix`.
+        An entry is an expression and whether it is required. Rules that the result needs are added
+        under names that begin with `prefix`.
         """
         between = self.write_text(separator)
         rest = ""  # an expression for the entries after this one

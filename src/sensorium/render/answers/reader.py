@@ -1,7 +1,7 @@
 """Reads one answer as it grows: sections of reasoning, content and calls, one after another.
 
 Every decision is made character by character, so that it does not matter how the text is cut into
-pieces. Whitespace next to a tag belongs to the tag, and is held back while a tag may follow.
+pieces. Text that may begin a tag is held back. Whitespace next to a tag belongs to the tag.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _MAX_CALLS = 2**20
 
 
 class ReaderState(Struct, kw_only=True):
-    """The state of an `AnswerReader` between two pieces of text.
-
-    It is all that another reader needs to continue.
-    """
+    """The state of an `AnswerReader` between two pieces of text, from which another continues."""
 
     section: Literal["reasoning", "content", "call"] = "content"
     space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""  # whitespace that is held back
@@ -47,20 +44,15 @@ class ReaderState(Struct, kw_only=True):
 
 
 class AnswerReader:
-    """A reader that splits a growing answer into reasoning, content and tool calls.
-
-    `calls` and `reasoning` are the formats in which the model writes them. If one is `None`, such
-    text is not recognised and stays content. With a `state`, the answer of an earlier reader is
-    continued.
-    """
+    """A reader that splits a growing answer into reasoning, content and tool calls."""
 
     def __init__(
         self,
         context: AnswerContext,
         *,
-        calls: CallFormat | None = None,
-        reasoning: ReasoningFormat | None = None,
-        state: ReaderState | None = None,
+        calls: CallFormat | None = None,  # None: tool calls stay content
+        reasoning: ReasoningFormat | None = None,  # None: reasoning stays content
+        state: ReaderState | None = None,  # of the reader that this one continues
     ) -> None:
         if state is None:
             state = ReaderState()
@@ -84,15 +76,12 @@ class AnswerReader:
 
     @property
     def state(self) -> Any:
-        """The state as plain data of bounded size, from which another reader can continue."""
+        """Return plain data of bounded size, from which another reader can continue the answer."""
         self._state.num_calls = min(self._buffer.num_begun, _MAX_CALLS)
         return msgspec.to_builtins(self._state)
 
     def add(self, text: str) -> AnswerDelta:
-        """Read more text of the answer, and return the parts that later text can't change.
-
-        Text that may be the beginning of a tag is held back.
-        """
+        """Read more text of the answer, and return the parts that later text can't change."""
         position = 0
         while position < len(text):
             length = self._take_plain_run(text, position)
@@ -105,8 +94,8 @@ class AnswerReader:
     def finish(self) -> AnswerDelta:
         """End the answer, and return the text that was held back.
 
-        This never raises an error: a tool call that was cut off becomes content, or a tool call
-        with incomplete arguments.
+        This never raises: a tool call that was cut off becomes content, or has incomplete
+        arguments.
         """
         state = self._state
         if state.call is not None:
@@ -119,10 +108,9 @@ class AnswerReader:
     def _take_plain_run(self, text: str, start: int) -> int:
         """Copy the plain characters from `start` on into the answer, and return their number.
 
-        They are added to the part of the answer that is being read: its reasoning, its content or
-        the arguments of a tool call. This is faster than reading them one by one. If the first
-        character is not plain, because a tag may begin there, nothing is added and 0 is returned.
+        Characters that may begin a tag are not plain.
         """
+        # This is faster than reading them one by one.
         state = self._state
         call: CallReader | None = state.call
         if call is not None:
@@ -239,10 +227,7 @@ def _get_tags(
 
 @lru_cache(maxsize=64)
 def _find_plain(tags: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern for characters that are neither whitespace nor the first one of a tag.
-
-    Without tags the pattern matches any text.
-    """
+    """Return a pattern for characters that are neither whitespace nor the first one of a tag."""
     if not tags:
         return re.compile(r"(?s:.+)")
     first = re.escape("".join(sorted({tag[0] for tag in tags})))

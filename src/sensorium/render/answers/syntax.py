@@ -1,8 +1,7 @@
 """The common parts of answer formats: vocabularies, readers of JSON, and parts of grammars.
 
-A format of tool calls is a `CallFormat`, one of reasoning is a `ReasoningFormat`. A `CallReader`
-takes one character at a time, so that an answer is read the same however it is cut. Its fields are
-all that it remembers, as plain data of bounded size.
+A `CallReader` takes one character at a time, so that an answer is read the same however it is cut.
+Its fields are its whole state, as plain data of bounded size.
 """
 
 from __future__ import annotations
@@ -58,47 +57,31 @@ class Vocabulary:
         return text in self.special_tokens
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, including special tokens.
-
-        The text is empty if there is no tokenizer.
-        """
+        """Return the text of token ids with special tokens, or no text without a tokenizer."""
         return "" if self.tokenizer is None else str(self.tokenizer.decode(list(token_ids)))
 
 
 class Step(Enum):
-    """The effect of one character on the tool call that is being read.
+    """The effect of one character on the tool call that is being read."""
 
-    If a reader still holds text back when the tool call ends, that text becomes content.
-    """
-
-    ON = auto()  # the call goes on
+    ON = auto()  # the call continues
     LAST = auto()  # the call ended with this character
     BEFORE = auto()  # the call ended before this character
 
 
 class CallReader(Struct):
-    """A reader of one tool call, or of one list of tool calls, character by character.
-
-    Each format of tool calls has its own subclass.
-    """
+    """A reader of one tool call, or of one list of tool calls, in the format of a subclass."""
 
     # The tag and the whitespace before it, which become content if this is not a call.
     opening: ShortText = ""
 
     @classmethod
     def begin(cls, tag: str, opening: str) -> CallReader:  # noqa: ARG003
-        """Return a reader of a tool call that begins with this tag.
-
-        `opening` is the tag with the whitespace before it, which becomes content if this is no tool
-        call.
-        """
+        """Return a reader of a tool call that begins with this tag."""
         return cls(opening=opening)
 
     def step(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read one character of the tool call, and add what it completes to the buffer.
-
-        Return whether the tool call goes on, ended with this character, or ended before it.
-        """
+        """Read one character, add what it completes to the buffer, and return its effect."""
         raise NotImplementedError
 
     def count_plain(self, text: str, start: int) -> int:  # noqa: ARG002
@@ -107,10 +90,7 @@ class CallReader(Struct):
 
     @property
     def rest(self) -> str:
-        """The text that was read but not added to the buffer yet.
-
-        It becomes content if the tool call ends here.
-        """
+        """Return the text that becomes content if the tool call ends here."""
         raise NotImplementedError
 
 
@@ -157,10 +137,7 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """A format in which some models mark their reasoning, with a tag before and one after it.
-
-    `open` and `close` are these tags.
-    """
+    """A format in which some models mark their reasoning, with a tag before and one after it."""
 
     name: str  # on the command line, as in vLLM
     rank: int = 1  # as for calls
@@ -182,7 +159,7 @@ class ReasoningFormat:
 
 
 class JsonScan(Struct):
-    """A scanner that finds the end of a JSON object or list, where `depth` is 0 again.
+    """A scanner for the end of a JSON object or list, which is where `depth` is 0 again.
 
     It reads one character at a time, and looks only at brackets and strings.
     """
@@ -226,8 +203,8 @@ _HEAD = re.compile(
 class CallObject(Struct):
     """A reader of one tool call that is a JSON object `{"name": …, "arguments": {…}}`.
 
-    Arguments after the name are added to the buffer while they are read. Arguments before the name
-    are held back until the object ends.
+    Arguments after the name are added to the buffer while they are read, and arguments before it
+    when the object ends.
     """
 
     scan: JsonScan
@@ -256,14 +233,10 @@ class CallObject(Struct):
         return self.scan.count_plain(text, start) if is_free else 0
 
     def _is_broken(self, character: str) -> bool:
-        """Return whether a character outside of strings shows that this is not a valid JSON object.
-
-        Only whitespace may precede the object. A `<` in it begins a tag, so that the object was cut
-        off.
-        """
+        """Return whether a character outside of strings shows that this is no valid JSON object."""
         if self.scan.depth == 0:
             return character != "{" and not character.isspace()
-        return character == "<"
+        return character == "<"  # the beginning of a tag, so the object was cut off
 
     def _find_name(self, character: str, buffer: AnswerBuffer) -> None:
         scan = self.scan
@@ -298,29 +271,20 @@ def _load(text: str) -> Any:
 
 
 def get_parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON schema of a tool's arguments, always with the type "object".
-
-    A tool that declares no parameters gets a schema without properties.
-    """
+    """Return the JSON schema of a tool's arguments, always with the type "object"."""
     declared = tool["function"].get("parameters") or {"properties": {}}
     return {**declared, "type": "object"}
 
 
 def write_value(lark: Lark, tool: Mapping[str, Any], schema: Any) -> str:
-    """Return a grammar expression for a value in the arguments of a tool.
-
-    `lark` is the grammar that the expression will be part of. Schema keywords that are not
-    supported are ignored, unless the tool is declared `strict`. The grammar of such a tool is then
-    refused when it is compiled.
-    """
+    """Return a grammar expression for a value in the arguments of a tool."""
+    # Schema keywords that are not supported are ignored. With `strict`, the grammar is refused when
+    # it is compiled.
     return lark.write_json(schema, is_lenient=not tool["function"].get("strict"))
 
 
 def write_objects(lark: Lark, tools: Tools) -> str:
-    """Add a grammar rule for one tool call `{"name": …, "arguments": …}`, and return its name.
-
-    The rule matches a call of any of these tools.
-    """
+    """Add a rule for one call of any of the tools as a JSON object, and return its name."""
     objects = []
     for index, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
@@ -331,8 +295,5 @@ def write_objects(lark: Lark, tools: Tools) -> str:
 
 
 def repeat(call: str, separator: str, is_single: bool) -> str:
-    """Return a grammar expression for one tool call or, unless `is_single`, for one or more.
-
-    `call` is the expression for one tool call, and `separator` is that between two of them.
-    """
+    """Return a grammar expression for one tool call or, unless `is_single`, for one or more."""
     return call if is_single else f"{call} ({separator} {call})*"

@@ -1,7 +1,4 @@
-"""Checks of the tools that come with a request, in OpenAI's shapes.
-
-Every mistake is a `RequestError` with the path of the field.
-"""
+"""Checks the tools of a request in OpenAI's shapes, and names the path of a wrong field."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def parse_tools(tools: Sequence[Any] | None) -> tuple[Mapping[str, Any], ...]:
-    """Check the tools of a request, and return them unchanged, or raise a `RequestError`.
-
-    Without tools, return an empty tuple.
-    """
+    """Check the tools of a request, and return them unchanged, or raise a `RequestError`."""
     tools = tools or ()
     with at("tools"):
         if len(tools) > MAX_TOOLS:
@@ -81,9 +75,8 @@ def parse_tool_choice(
 ) -> str | Mapping[str, str]:
     """Check a request's `tool_choice`, and return it in the form that `AnswerContext` has.
 
-    This is "auto", "none", "required", or `{"name": …}` for one of the tools. Without a choice it
-    is "auto" if there are tools, and "none" otherwise. Raise a `RequestError` if the choice is
-    invalid.
+    Without a choice it is "auto" if there are tools, and "none" otherwise. Raise a `RequestError`
+    if the choice is invalid.
     """
     if choice is None:
         return "auto" if tools else "none"

@@ -38,6 +38,7 @@ from sensorium.server.http.routes import COUNTED_PATHS, make_routes
 from sensorium.server.metrics.frontend import FrontendMetrics
 from sensorium.server.options import ServeOptions
 from sensorium.speech.live.session import LiveSource
+from sensorium.types.model_kind import PROMPT_TASKS, Task
 
 _KIBIBYTE = 2**10
 _MEBIBYTE = 2**20
@@ -53,7 +54,7 @@ def make_app(
     sessions: RequestCount | None = None,
     transcriber: Transcriber | None = None,
     live: LiveSource | None = None,
-    has_chat: bool = True,
+    tasks: frozenset[Task] = PROMPT_TASKS,
 ) -> Starlette:
     """Return the ASGI application that serves this engine over HTTP.
 
@@ -73,7 +74,7 @@ def make_app(
         started=int(time.time()),
         transcriber=transcriber,
         live=live,
-        has_chat=has_chat,
+        tasks=tasks,
     )
 
     @asynccontextmanager

@@ -41,6 +41,7 @@ from sensorium.types.errors import (
     InvariantError,
     RequestError,
 )
+from sensorium.types.model_kind import PROMPT_TASKS, TASKS, Task
 from sensorium.types.outputs import RequestDelta, RequestOutput
 from sensorium.types.request import FinishReason, Prompt, TextPrompt
 from sensorium.types.sampling import SamplingParams
@@ -115,18 +116,15 @@ class Context:
     started: int  # seconds since 1970
     transcriber: Transcriber | None = None  # `None`: the model does not transcribe
     live: LiveSource | None = None  # opens live sessions, if the model transcribes
-    has_chat: bool = True  # false: the model does nothing but transcribe
+    tasks: frozenset[Task] = PROMPT_TASKS  # that the model can do
 
     @property
     def capabilities(self) -> list[str]:
         """Return what the server does with its model, in the words of `/v1/models`."""
-        found = ["chat", "completions"]
-        if not self.has_chat or self.options.is_render_only:
-            found = []
-        if self.transcriber is not None and _AUDIO in self.engine.modalities:
-            found += ["transcription", *(["translation"] * self.transcriber.can_translate)]
-            found += ["realtime"] * (self.live is not None)
-        return found
+        offered = set() if self.options.is_render_only else set(self.tasks)
+        if _AUDIO not in self.engine.modalities:
+            offered &= PROMPT_TASKS
+        return [task for task in TASKS if task in offered]
 
 
 Handler = Callable[[Request, Context], Awaitable[Response]]
@@ -361,9 +359,9 @@ def check_model(name: str | None, names: Sequence[str]) -> None:
         )
 
 
-def check_has_chat(context: Context) -> None:
+def check_takes_prompts(context: Context) -> None:
     """Raise an `ApiError` that names the right route if the model only transcribes speech."""
-    if not context.has_chat:
+    if not context.tasks & PROMPT_TASKS:
         raise ApiError(
             "This model does not answer prompts, it only transcribes speech. Send audio to "
             "/v1/audio/transcriptions.",

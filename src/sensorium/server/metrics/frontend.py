@@ -80,8 +80,8 @@ class FrontendMetrics:
         self._sync_caches(media_parts.caches)
         if media_parts.tiers is not None:
             self._totals.follow_tiers(media_parts.tiers, with_contents=False)
-        if media_parts.apart is not None:
-            for outcome, count in media_parts.apart.backend.get_counts().items():
+        if media_parts.remote_encoder is not None:
+            for outcome, count in media_parts.remote_encoder.backend.get_counts().items():
                 self._totals.follow("sensorium:apart_items_total", count, outcome)
         self._sync_loader(media_parts.loader.statistics())
         joined = media_parts.pipeline.flights.num_joined

@@ -1,7 +1,7 @@
-"""The connection between the parent and a child process: its messages, and both of its ends.
+"""Connects the parent and its child processes: the messages, and both ends of the socket.
 
-Each child has a stream socket to the parent, on which a message is one line of JSON. The end of
-that connection means that the other side is gone, whatever the reason. A child never outlives its
+A message is one line of JSON on a stream socket between the parent and one child. The end of that
+connection means that the other side is gone, whatever the reason. A child never outlives its
 parent.
 """
 
@@ -35,16 +35,12 @@ _MAX_MESSAGE_LENGTH = 4000
 
 
 class StartCore(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The parent's first message to the process of a core: its options and shared resources.
-
-    The file descriptors are inherited from the parent. `shm_fd` is memory for media; it is `None`
-    if the processes share none.
-    """
+    """The parent's first message to a core: its options, and the descriptors that it inherits."""
 
     options: ServeOptions
     socket_dir: str
     life: int  # the number of this core among those of one server, from 1
-    shm_fd: int | None = None
+    shm_fd: int | None = None  # memory for media; None: the processes share none
     pulse_fd: int | None = None  # the page in which the core writes its signs of life
 
     @property
@@ -60,80 +56,60 @@ class FrontendGone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core that it must end its process.
-
-    The parent sends it when the server stops, after all frontends have ended.
-    """
+    """A message to the core to end its process, sent after all frontends have ended."""
 
 
 class StartFrontend(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The parent's first message to a frontend: its options and shared resources.
-
-    The file descriptors are inherited from the parent. `shm_fd` is memory for media; it is `None`
-    if the processes share none. `counts_fd` is a page in which each frontend writes at its index
-    how many requests it serves.
-    """
+    """The parent's first message to a frontend: its options, and descriptors that it inherits."""
 
     options: ServeOptions
     index: int  # of the frontend in its server, from 0
     identity: str  # no other frontend ever gets the same
     listen_fd: int  # a TCP socket that is bound
-    counts_fd: int
+    counts_fd: int  # a page in which each frontend writes at its index how many requests it serves
     socket_dir: str
-    shm_fd: int | None = None
+    shm_fd: int | None = None  # memory for media; None: the processes share none
     is_restart: bool = False  # it replaces a frontend that has ended
 
 
 class CoreUp(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend that a core is ready, with what it needs to connect to that core.
-
-    A frontend begins to serve HTTP when it receives the first of these messages.
-    """
+    """A message to a frontend that a core is ready; at the first one it begins to serve HTTP."""
 
     info: CoreInfo
 
 
 class CoreDown(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend that the core has ended, so that the requests in flight fail.
+    """A message to a frontend that the core has ended, so that the requests in flight fail."""
 
-    The clients of these requests get `reason`.
-    """
-
-    reason: str
+    reason: str  # for the clients of these requests
 
 
 class CoreStalled(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend that the core is alive, but has made no progress for too long.
-
-    The route `/health` of the frontend then returns 503.
-    """
+    """A message that the core makes no progress; `/health` of the frontend then returns 503."""
 
 
 class CoreResumed(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend that a core that was stalled makes progress again."""
+    """A message to a frontend that a stalled core makes progress again."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend to stop: it finishes the requests in flight and takes no new ones.
-
-    The process of the frontend ends after that.
-    """
+    """A message to a frontend to finish its requests in flight, accept no others, and end."""
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag=True):
-    """A message from the core to the parent that its model is loaded and it takes requests."""
+    """A message to the parent that the core has loaded its model and accepts requests."""
 
     info: CoreInfo
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """A message from a frontend to the parent that it accepts HTTP connections."""
+    """A message to the parent that a frontend accepts HTTP connections."""
 
     description: tuple[tuple[str, str], ...] = ()  # for people, if there is no core to give one
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A message from a child to the parent that the child can't start, and will end."""
+    """A message to the parent that a child can't start, and will end."""
 
     message: str  # for people
 
@@ -149,7 +125,6 @@ TO_FRONTEND: msgspec.json.Decoder[ToFrontend] = msgspec.json.Decoder(ToFrontend)
 
 
 def encode_line(message: Any) -> bytes:
-    """Return a message as one line of JSON that ends with a newline."""
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -158,10 +133,7 @@ def encode_line(message: Any) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class ChildProcess:
-    """A child process, and the parent's end of the socket that connects them.
-
-    `ChildProcess.spawn` starts one.
-    """
+    """A child process, and the parent's end of the socket that connects them."""
 
     name: str
     _process: asyncio.subprocess.Process
@@ -173,7 +145,7 @@ class ChildProcess:
     @classmethod
     async def spawn(
         cls,
-        name: str,
+        name: str,  # in log lines
         command: Sequence[str],
         *,
         inherited_fds: Sequence[int],
@@ -181,10 +153,9 @@ class ChildProcess:
     ) -> ChildProcess:
         """Start a child process that is connected to this process by a socket.
 
-        `name` is the child's name in log lines. The child inherits its end of the socket and
-        `inherited_fds`, and the descriptor of the socket is appended to `command` as the last
-        argument. The child runs in a session of its own, so that Ctrl+C in a terminal sends a
-        signal to the parent only. Raises an `OSError` if the process can't be started.
+        The descriptor of the child's end is appended to `command` as the last argument. The child
+        runs in a session of its own, so that Ctrl+C in a terminal sends a signal to the parent
+        only. Raise an `OSError` if the process can't be started.
         """
         ours, theirs = socket.socketpair()
         try:
@@ -206,10 +177,7 @@ class ChildProcess:
         return cls(name, process, connection, reader, writer)
 
     def send(self, message: Any) -> None:
-        """Send a message to the child, or do nothing if the connection is closed.
-
-        The caller notices the end of the child by `receive`.
-        """
+        """Send a message, or do nothing if the connection is closed, which `receive` reports."""
         if not self._writer.is_closing():
             self._writer.write(encode_line(message))
 
@@ -229,14 +197,12 @@ class ChildProcess:
             return None
 
     async def _read_line(self) -> bytes:
-        """Return the next line from the child, or no bytes at the end of the connection.
-
-        A write to a child that has ended fails, and closes the stream although it has lines that
-        were not read yet. One of them may contain the reason for the child's end. So the rest is
-        read from the socket itself.
-        """
+        """Return the next line from the child, or no bytes at the end of the connection."""
         with suppress(ConnectionError):
             return await self._reader.readline()
+        # A write to a child that has ended fails, and closes the stream although it has lines that
+        # were not read yet. One of them may contain the reason for the child's end. So the rest is
+        # read from the socket itself.
         with suppress(OSError):
             while read := self._connection.recv(2**16):
                 self._rest += read
@@ -246,23 +212,20 @@ class ChildProcess:
     async def wait_until_ended(self) -> str:
         """Wait until the child has ended, and return its exit status in words.
 
-        This is called when the connection has ended. A child that is still running a few seconds
-        later is killed. The result is that of `describe_status`.
+        This is called when the connection has ended. The child is killed if it still runs `_END_S`
+        seconds later.
         """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _END_S)
         self.kill()
         status = await self._process.wait()
-        self._writer.close()  # only now: a living child would take it for the end of the parent
+        self._writer.close()  # only now: to a living child this is the end of the parent
         self._connection.close()
         return describe_status(status)
 
     def kill(self) -> None:
-        """Kill the child with SIGKILL, unless it has ended.
-
-        `Process.kill` is not used, because it may collect the exit status that another task waits
-        for.
-        """
+        """Kill the child with SIGKILL, unless it has ended."""
+        # Not by `Process.kill`, which may collect the exit status that another task waits for.
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
@@ -298,10 +261,9 @@ class Channel(Generic[Message]):
             self._connection.sendall(encode_line(message))
 
     def receive(self) -> Message | None:
-        """Wait for the next message from the parent, and return it.
+        """Return the next message from the parent, or `None` if the connection has ended.
 
-        Returns `None` if the connection has ended. Raises an error of msgspec if the message can't
-        be decoded.
+        Raise an error of msgspec if the message can't be decoded.
         """
         try:
             line = self._lines.readline()
@@ -317,10 +279,10 @@ class Channel(Generic[Message]):
         on_end: Callable[[], object],
         on_failure: Callable[[], object],
     ) -> None:
-        """Start a thread that calls `on_message` with each further message from the parent.
+        """Start a thread that calls `on_message` with each message, and `on_end` after the last.
 
-        The same thread calls `on_end` when the connection ends. If a message can't be decoded or
-        `on_message` raises, the thread calls `on_failure` instead and stops.
+        If a message can't be decoded or `on_message` raises, the thread calls `on_failure` instead
+        and stops.
         """
 
         def read() -> None:
@@ -337,13 +299,9 @@ class Channel(Generic[Message]):
 
 
 def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
-    """Return this child's end of the socket that connects it to its parent.
-
-    The descriptor of the socket is the last command-line argument. From now on this process ignores
-    SIGINT, SIGTERM and SIGHUP, because terminals and service managers send them to all processes,
-    and the parent decides what follows.
-    """
+    """Open the channel of the last command-line argument, and ignore signals from now on."""
     faulthandler.enable()
+    # Terminals and service managers send these to all processes. The parent decides what follows.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     descriptor = int(sys.argv[-1])
@@ -352,10 +310,9 @@ def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
 
 
 def receive_start(channel: Channel[Any], kind: type[Start]) -> Start:
-    """Wait for the parent's first message, which must be of the type `kind`, and return it.
+    """Return the parent's first message, or exit with status 1 if the parent is gone.
 
-    If the parent is gone, this process exits with status 1. Raises an `InvariantError` if the
-    message is of another type.
+    Raise an `InvariantError` if the message is not of the type `kind`.
     """
     message = channel.receive()
     if message is None:
@@ -372,9 +329,8 @@ def follow_parent(
 ) -> None:
     """Start a thread that handles the parent's messages and ends this process with the parent.
 
-    Nothing that the main thread does can delay that end. `socket_dir` is the parent's directory for
-    sockets, which is then removed. If a message can't be handled, this process exits too, and the
-    parent starts it again.
+    Nothing that the main thread does can delay that end. If a message can't be handled, this
+    process exits as well, and the parent starts it again.
     """
     channel.start_reading(
         on_message, on_end=lambda: end_with_parent(socket_dir), on_failure=lambda: os._exit(1)
@@ -382,11 +338,8 @@ def follow_parent(
 
 
 def end_with_parent(socket_dir: str) -> None:
-    """Remove the directory for sockets, and exit this process at once with status 1.
-
-    A child calls this when its parent was killed and can't remove the directory itself.
-    """
-    for _ in range(_REMOVAL_TRIES):  # other children remove it too, or still write
+    """Remove the directory for sockets, which a killed parent can't, and exit with status 1."""
+    for _ in range(_REMOVAL_TRIES):  # other children also remove it, or still write
         shutil.rmtree(socket_dir, ignore_errors=True)
         if not os.path.exists(socket_dir):
             break
@@ -394,11 +347,7 @@ def end_with_parent(socket_dir: str) -> None:
 
 
 def report_failure(channel: Channel[Any], error: BaseException) -> None:
-    """Send the parent the reason why this process can't start.
-
-    An unexpected error, which is a bug of Sensorium or of a library, is also logged with its
-    traceback.
-    """
+    """Send the parent the reason why this process can't start, and log the traceback of a bug."""
     if isinstance(error, InvariantError) or not isinstance(error, SensoriumError):
         logger.error("this process ends because of an internal error", exc_info=error)
     message = str(error)

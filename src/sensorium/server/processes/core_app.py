@@ -36,11 +36,10 @@ from sensorium.utils.process import listen_for_long_work
 
 
 def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | None]:
-    """Load the model, and return the main loop of the core and its description for frontends.
+    """Load the model, and return the core's main loop, its description and its tiers.
 
-    The tiers, if there are any, must be closed when the loop has ended.
-
-    Raises a `SensoriumError` if the model can't be loaded.
+    The tiers, if there are any, must be closed when the loop has ended. Raise a `SensoriumError` if
+    the model can't be loaded.
     """
     adopt_library_logs()
     options = start.options
@@ -80,11 +79,7 @@ def build_core_app(start: StartCore) -> tuple[CoreLoop, CoreInfo, MediaTiers | N
 
 
 def _make_loop(start: StartCore, built: Core) -> CoreLoop:
-    """Return the main loop of a core, which writes metrics and signs of life.
-
-    A sign of life is the time of the last progress, in memory that the parent reads. Without
-    `start.pulse_fd` none are written, because the parent does not watch the core.
-    """
+    """Return the main loop of a core, which writes metrics and, if it is watched, signs of life."""
     write_as(CORE)
     metrics = CoreMetrics(start.options.model_names[0])
     metrics.sync(built.core)
@@ -110,9 +105,9 @@ def _try_core(
 ) -> Restrictions:
     """Compare the engine with the original model, and return what it can't do with media.
 
-    The trial has a frontend of its own, which shares no cache with others and is closed afterwards.
-    Raises a `ModelError` if the model can't be used at all.
+    Raise a `ModelError` if the model can't be used at all.
     """
+    # The trial has a frontend of its own, which shares no cache with others.
     alone = replace(
         options.media,
         mm_processor_cache_type="lru",
@@ -158,17 +153,13 @@ def describe_core(
 
 
 def _describe_kv_cache(built: Core) -> str:
-    """Return the size of the KV cache in words: its blocks, its tokens and its bytes.
-
-    The blocks are counted for each group of layers that share a block table, without the first
-    block of the group, which is never used. The number of tokens is that for which all layers have
-    room, where layers with a sliding window keep only the last of them. It is left out if all
-    layers have a window.
-    """
+    """Return the size of the KV cache in words: the blocks of each group, its tokens and bytes."""
     config = built.config
     if not config.groups:
         return "none"
+    # The first block of a group is never used.
     counts = [group.num_blocks - 1 for group in config.groups]
+    # All layers have room for so many tokens. Layers with a window keep only the last of them.
     whole = [group.num_blocks - 1 for group in config.groups if group.window is None]
     tokens = f", {min(whole) * config.block_size} tokens" if whole else ""
     size = format_bytes(config.memory.kv_cache_bytes)

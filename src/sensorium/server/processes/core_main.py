@@ -1,7 +1,6 @@
 """The process of the core: loads the model, then runs its steps until the parent ends it.
 
-It imports little before it listens to its parent. Everything heavy is imported by `core_app`
-afterwards.
+It imports little before it listens to its parent; `core_app` imports everything heavy afterwards.
 """
 
 from __future__ import annotations
@@ -33,20 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """The main loop of the core, which the parent's messages control.
-
-    One thread calls `run`, and another calls `handle` with each message.
-    """
+    """A main loop that one thread runs and the parent's messages control from another one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: CoreLoop | None = None
 
     def handle(self, message: ToCoreProcess) -> None:
-        """Do what a message of the parent demands.
+        """Abort the requests of a frontend that is gone, or stop the main loop.
 
-        `FrontendGone` makes the core abort the requests of that frontend. `Stop` ends the main loop
-        or, if the model is still loading, the whole process at once.
+        While the model is still loading, `Stop` ends the whole process at once.
         """
         with self._lock:
             if isinstance(message, FrontendGone) and self._loop is not None:
@@ -57,10 +52,7 @@ class CoreProcess:
                 os._exit(0)
 
     def run(self, loop: CoreLoop) -> None:
-        """Run the main loop of the core until the parent sends `Stop`.
-
-        Messages of the parent control the loop from now on, until it ends.
-        """
+        """Run the main loop, which messages control from now on, until the parent sends `Stop`."""
         with self._lock:
             self._loop = loop
         try:
@@ -71,11 +63,7 @@ class CoreProcess:
 
 
 def main() -> None:
-    """Run the process of a core: wait for its options, load the model, and compute steps.
-
-    This does not return. It ends the process when the parent sends `Stop`, or with status 1 after a
-    failure.
-    """
+    """Run a core until the parent's `Stop`, and end the process with status 0 (1 if it fails)."""
     channel = open_channel(TO_CORE)
     start = receive_start(channel, StartCore)
     options = start.options
@@ -103,10 +91,8 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """End this process at once with an exit status, after the logs are flushed.
-
-    A normal exit would take time to free memory of torch, which the system frees anyway.
-    """
+    """Flush the logs, and end this process at once with an exit status."""
+    # A normal exit would take time to free memory of torch, which the system frees anyway.
     logging.shutdown()
     os._exit(status)
 

@@ -36,14 +36,13 @@ from sensorium.engine.inputs.input_processor import InputProcessor
 from sensorium.engine.inputs.warmup import Dummy, warm_up
 from sensorium.engine.speech.live import TurnSource
 from sensorium.engine.speech.live_streams import StreamSource
-from sensorium.engine.speech.models import SpeechModel, read_speech_model
+from sensorium.engine.speech.models import SpeechModel, find_tasks, read_speech_model
 from sensorium.engine.speech.streamed import StreamedModel
 from sensorium.engine.speech.transcriber import AsyncTranscriber
 from sensorium.models.checkpoint import blame_checkpoint
 from sensorium.models.generation_config import load_generation_defaults
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.multimodal.processing.processor import MultiModalProcessor
-from sensorium.multimodal.processing.streaming_audio import can_chat
 from sensorium.render.answers.format import AnswerFormat, make_answer_format
 from sensorium.render.chat_template import get_template_text
 from sensorium.render.messages import load_chat_template
@@ -72,6 +71,7 @@ from sensorium.server.processes.shared_resources import SharedNumbers
 from sensorium.speech.live.session import LiveSource
 from sensorium.types.checking import check
 from sensorium.types.families import FAMILIES
+from sensorium.types.model_kind import Task
 from sensorium.types.sampling import GenerationDefaults
 from sensorium.utils.process import report_step
 
@@ -88,18 +88,14 @@ Messages = asyncio.Queue[ToFrontend]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendApp:
-    """The parts of a frontend, built before it begins to serve HTTP.
-
-    `info` is `None` if the server has a core, which then sends its description. In a server without
-    a core, `info` is used in its place.
-    """
+    """The parts of a frontend, built before it begins to serve HTTP."""
 
     engine: AsyncEngine
     media_parts: MediaParts
     answers: AnswerFormat
-    info: CoreInfo | None  # stands for that of a core, if the server has none
+    info: CoreInfo | None  # used in place of that of a core; None: the server has a core
     speech: SpeechModel[Any] | None  # None: the model is no speech model
-    has_chat: bool
+    tasks: frozenset[Task]
     dummies: Sequence[Dummy] = ()  # for the warm-up of the model; none without a warm-up
 
 
@@ -110,14 +106,12 @@ def build_frontend_app(
     index: int = 0,
     shm_fd: int | None = None,
     make_engine: Callable[..., AsyncEngine] = AsyncEngine,
-    make_encoder: MakeEncoder | None = None,
+    make_encoder: MakeEncoder | None = None,  # connects to a remote encoder
 ) -> FrontendApp:
     """Build all parts of a frontend that do not depend on the core, while the core still loads.
 
-    The default sampling parameters depend on the core, and are set when the core is ready.
-    `StartFrontend` explains the first arguments. `make_engine` is called like `AsyncEngine`, and
-    `make_encoder` connects to an encoder apart. Raises a `SensoriumError` if a file of the model
-    can't be used.
+    `StartFrontend` explains the first arguments. The default sampling parameters are set when the
+    core is ready. Raise a `SensoriumError` if a file of the model can't be used.
     """
     adopt_library_logs()
     engine_options, media = options.engine, options.media
@@ -143,6 +137,7 @@ def build_frontend_app(
     answers = _make_answer_format(
         options, frontend.processor, template, max_string_length=string_limit
     )
+    speech = read_speech_model(frontend, chat_template=template)
     dummies = _warm_up(engine) if options.warmup else []
     pool = frontend.media_parts.pool
     if pool is not None and _has_cores_for_all(options, media.mm_processor_pool_size):
@@ -152,8 +147,8 @@ def build_frontend_app(
         media_parts=frontend.media_parts,
         answers=answers,
         info=info,
-        speech=read_speech_model(frontend, chat_template=template),
-        has_chat=can_chat(frontend.processor.outside_audio),
+        speech=speech,
+        tasks=find_tasks(checkpoint.kind, speech),
         dummies=dummies,
     )
 
@@ -193,7 +188,7 @@ async def finish_warm_up(
     """Warm up what a frontend uses in other processes: the model, and the processes for media.
 
     The core must be connected if there is one. This returns when the core has computed a dummy of
-    each modality, and all processes of the pool are ready, or can't be started. Raises a
+    each modality, and all processes of the pool are ready, or can't be started. Raise a
     `ModelError` if not even text can be computed.
     """
     pool = app.media_parts.pool
@@ -235,11 +230,7 @@ def _make_answer_format(
 
 
 def _has_cores_for_all(options: ServeOptions, pool_size: int) -> bool:
-    """Return whether this machine has a CPU core for each process of the server.
-
-    Then all of them can load at the same time. `pool_size` is the number of processes in the media
-    pool of each frontend.
-    """
+    """Return whether this machine has a CPU core for each process, so that all can load at once."""
     num_cores = 0 if options.is_render_only else 1
     num_processes = num_cores + options.api_server_count * (1 + pool_size)
     return (os.cpu_count() or 1) >= num_processes
@@ -250,13 +241,9 @@ def run_frontend(
     app: FrontendApp,
     *,
     channel: Channel[ToFrontend],
-    attach: Callable[[Callable[[ToFrontend], object]], None],
+    attach: Callable[[Callable[[ToFrontend], object]], None],  # gets the handler of messages
 ) -> None:
-    """Serve HTTP until the parent sends `Drain` and the requests in flight have ended.
-
-    `attach` is called once, with a function that must then be called with each message of the
-    parent.
-    """
+    """Serve HTTP until the parent sends `Drain` and the requests in flight have ended."""
 
     async def run() -> None:
         messages: Messages = asyncio.Queue()
@@ -300,7 +287,7 @@ async def _serve(
         sessions=RequestCount(counts[MAX_FRONTENDS : 2 * MAX_FRONTENDS], start.index),
         transcriber=transcriber,
         live=_make_live_source(engine, speech, transcriber),
-        has_chat=app.has_chat,
+        tasks=app.tasks,
     )
     config = make_config(options, SyncBeforeEnd(application, sync))
     config.load()  # early, while the core still loads
@@ -334,10 +321,7 @@ async def _warm_up_first(start: StartFrontend, app: FrontendApp) -> None:
 
 
 async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
-    """Wait until a core is ready, connect the engine to it, and return True.
-
-    Returns False if the parent sends `Drain` before a core is ready.
-    """
+    """Connect the engine to the first core, or return False if `Drain` arrives before."""
     while True:
         message = await messages.get()
         if isinstance(message, Drain):
@@ -356,8 +340,8 @@ async def _obey(
 ) -> None:
     """Handle the messages of the parent while the HTTP server runs, until the task is cancelled.
 
-    After `Drain` a warm-up that is under way is given up, and the HTTP server takes no new
-    requests. Those that are still in flight after `shutdown_timeout_s` seconds fail.
+    After `Drain` the warm-up is cancelled, and the HTTP server accepts no new requests. Those that
+    are still in flight after `shutdown_timeout_s` seconds fail.
     """
     ends: list[asyncio.Task[None]] = []
     while True:
@@ -387,11 +371,7 @@ async def _sync_often(sync: Callable[[], None]) -> None:
 
 
 def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
-    """Return the configuration of uvicorn for an ASGI app.
-
-    This also raises the limit on open files of this process, from which the limit on connections
-    follows.
-    """
+    """Return uvicorn's configuration for an app, and raise this process's limit on open files."""
     return uvicorn.Config(
         app,
         loop="none",  # the event loop runs already
@@ -402,7 +382,7 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
         ),
         ws=RealtimeProtocol,
         ws_max_size=_MAX_MESSAGE_BYTES,
-        ws_per_message_deflate=False,  # sounds in base64 are not worth the work
+        ws_per_message_deflate=False,  # base64 of audio is not worth the work
         backlog=_BACKLOG,
         log_config=None,
         access_log=options.access_log,
@@ -413,10 +393,10 @@ def make_config(options: ServeOptions, app: ASGIApp) -> uvicorn.Config:
 
 
 class SyncBeforeEnd:
-    """An ASGI middleware that calls `sync` before the last part of each response is sent.
+    """An ASGI middleware that updates the metrics before the last part of each response is sent.
 
-    `sync` updates the metrics. So a client that reads the metrics after its response, from any
-    frontend, finds its request in them.
+    So a client that reads the metrics after its response, from any frontend, finds its request in
+    them.
     """
 
     def __init__(self, app: ASGIApp, sync: Callable[[], None]) -> None:
@@ -433,10 +413,7 @@ class SyncBeforeEnd:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that calls `on_started` when it begins to accept connections.
-
-    It installs no signal handlers, because the parent handles signals.
-    """
+    """A uvicorn server that calls `on_started` when it begins to accept connections."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -449,19 +426,18 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield
+        yield  # no handlers are installed, because the parent handles signals
 
 
 def make_render_info(options: ServeOptions, checkpoint: Checkpoint) -> CoreInfo:
-    """Return the facts that a core would report, for a server that has no core.
+    """Return the facts that a core would report, for a server that only renders and has no core.
 
-    Such a server only renders prompts and loads no weights, so the facts come from the small files
-    of the checkpoint. A server that runs the model may have reduced the length of its context to
-    what fits into memory. Then both servers need the same option `max_model_len`.
+    A server that runs the model may have reduced its context to what fits into memory. Then both
+    servers need the same option `max_model_len`.
     """
     hf_config = checkpoint.hf_config
     text_config = hf_config.get_text_config(decoder=True)
-    max_model_len = resolve_context(options.engine, text_config=text_config)
+    max_model_len = resolve_context(options.engine, text_config=text_config, kind=checkpoint.kind)
     names = {family.model_type: family.name for family in FAMILIES}
     return CoreInfo(
         endpoint="",

@@ -1,6 +1,6 @@
-"""The process of a frontend: it serves HTTP, processes media and sends requests to the core.
+"""The process of a frontend: serves HTTP, processes media and sends requests to the core.
 
-It imports little before it listens to its parent. Everything heavy is imported by `frontend_app`
+It imports little before it listens to its parent; `frontend_app` imports everything heavy
 afterwards.
 """
 
@@ -39,10 +39,7 @@ _MAX_ARENAS = 2
 
 
 class Inbox:
-    """A buffer that keeps the parent's messages until the frontend can handle them.
-
-    `add` is called in another thread than `attach`.
-    """
+    """A thread-safe buffer of the parent's messages until the frontend can handle them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,11 +47,7 @@ class Inbox:
         self._deliver: Callable[[ToFrontend], object] | None = None
 
     def add(self, message: ToFrontend) -> None:
-        """Pass a message to the function that `attach` was given, or keep it until then.
-
-        `Drain` is not kept: a frontend that is still loading has no requests to finish, so its
-        process ends at once.
-        """
+        """Pass a message to the function that was attached, or keep it; `Drain` is never kept."""
         with self._lock:
             if self._deliver is not None:
                 self._deliver(message)
@@ -73,11 +66,7 @@ class Inbox:
 
 
 def main() -> None:
-    """Run the process of a frontend: wait for its options, build it, and serve HTTP.
-
-    This does not return. It ends the process after the parent's `Drain`, or with status 1 after a
-    failure.
-    """
+    """Run a frontend until it has drained, and end the process with status 0 (1 if it fails)."""
     channel = open_channel(TO_FRONTEND)
     start = receive_start(channel, StartFrontend)
     options = start.options
@@ -109,14 +98,12 @@ def main() -> None:
 
 
 def keep_memory_compact() -> None:
-    """Make the C library's allocator return the memory of bodies and media to the system.
-
-    By default glibc keeps freed blocks of up to 32 MiB in its arenas, and has several arenas for
-    each CPU core. With many threads that allocate megabytes, hundreds of megabytes would stay
-    unused. Not everything is returned: the system takes 0.6 ms to give a megabyte of new memory,
-    and a body with an image is copied several times. With another C library nothing is done.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    """Make glibc's allocator return the memory of bodies and media to the system."""
+    # By default glibc keeps freed blocks of up to 32 MiB in its arenas, and has several arenas for
+    # each CPU core. With many threads that allocate megabytes, hundreds of megabytes would stay
+    # unused. Not everything is returned: the system takes 0.6 ms to give a megabyte of new memory,
+    # and a body with an image is copied several times.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # None: another C library
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _MAX_FREE_BYTES)

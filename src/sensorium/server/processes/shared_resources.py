@@ -1,14 +1,12 @@
 """Makes the resources that the parent owns and all processes of a server share.
 
-These are a port (`Address`) and, for each engine, a private directory, memory for media and
-metrics, a page with the numbers of requests that the frontends serve, and the pulse of the core: a
-page in which the core writes when it last made progress.
+One of them is the pulse of the core: the time at which it last made progress. To the kernel a
+process is alive even if it is stopped, or waits for a device that never answers. So the thread that
+computes writes the time in every round of its loop and before every block of the model. It keeps
+writing during a long step on a slow machine, and stops when it hangs, whatever other threads do.
 
-To the kernel a process is alive even if it is stopped, or waits for a device that never answers. So
-the thread that computes writes the time in every round of its loop and before every block of the
-model. A long step on a slow machine goes on writing, and a thread that hangs does not, whatever
-other threads do. Pages are anonymous memory (`memfd_create`), reserved when they are made; children
-inherit their descriptors.
+Pages are anonymous memory (`memfd_create`), reserved when they are made; children inherit their
+descriptors.
 """
 
 from __future__ import annotations
@@ -46,11 +44,7 @@ Verdict = Literal["moves", "stalled", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedResources:
-    """The memory and the directories that all processes of a server share.
-
-    The parent creates and removes them with `sharing_resources`. Its children inherit descriptors,
-    or get paths by a message.
-    """
+    """The memory and the directories that the parent creates and all processes share."""
 
     shm_fd: int | None  # memory for media, if the processes share any
     pulse: Pulse
@@ -64,7 +58,7 @@ class SharedResources:
 def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
     """Create the resources that the processes of a server share, and remove them after the block.
 
-    Raises a `SensoriumError` if there is too little memory or disk.
+    Raise a `SensoriumError` if there is too little memory or disk.
     """
     with ExitStack() as stack:
         shm_fd = _reserve_memory(options)
@@ -93,7 +87,7 @@ def sharing_resources(options: ServeOptions) -> Iterator[SharedResources]:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The TCP socket of a server, which is bound and on which only frontends listen, and its URL.
+    """The URL of a server and its TCP socket, which is bound and on which only frontends listen.
 
     Connections are refused until the first frontend listens.
     """
@@ -103,7 +97,7 @@ class Address:
 
     @classmethod
     def bind(cls, host: str, port: int) -> Address:
-        """Return the address of a host and a port. Raises a `RequestError` if it can't be used."""
+        """Return the address of a host and port, or raise a `RequestError` if it can't be used."""
         listener = _bind(host, port)
         name = f"[{host}]" if ":" in host else host
         return cls(listener, f"http://{name}:{listener.getsockname()[1]}")
@@ -113,11 +107,7 @@ class Address:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound to an address and does not listen yet.
-
-    Port 0 means any free port. Raises a `RequestError` with the reason if the address can't be
-    used.
-    """
+    """Return a bound TCP socket that does not listen yet; port 0 means any free port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -142,10 +132,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _make_directory() -> Path:
-    """Create a temporary directory that only its owner can access, and return its path.
-
-    It is in `/tmp` if the path would otherwise be too long for the Unix sockets in it.
-    """
+    """Create a directory that only its owner can access, in `/tmp` if its path is too long."""
     directory = tempfile.mkdtemp(prefix="sensorium-")
     if len(directory) > _MAX_DIRECTORY_LENGTH:
         os.rmdir(directory)
@@ -154,11 +141,7 @@ def _make_directory() -> Path:
 
 
 def _reserve_memory(options: ServeOptions) -> int | None:
-    """Reserve the shared memory for processed media, and return its file descriptor.
-
-    Returns `None` if the processes share no memory. The memory is not mapped into this process,
-    because the parent never reads it.
-    """
+    """Reserve shared memory for processed media, and return its descriptor; `None` if unused."""
     if not options.shm_capacity_bytes:
         return None
     from sensorium.multimodal.cache.shm_memory import create_memory  # late: it imports numpy
@@ -167,17 +150,14 @@ def _reserve_memory(options: ServeOptions) -> int | None:
         capacity_bytes=options.shm_capacity_bytes, max_object_bytes=options.media.max_object_bytes
     )
     descriptor = os.dup(segment.fd)
-    with segment:
+    with segment:  # not mapped into this process, because the parent never reads it
         segment.close()
     return descriptor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """The last sign of life of the core, as the parent reads it from shared memory.
-
-    `Pulse` reads and writes that memory.
-    """
+    """The last sign of life of the core, as the parent reads it."""
 
     beat: float  # when the core last made progress, by the monotonic clock; 0: not yet
     is_long_work: bool  # it has announced work that gives no signs of life
@@ -186,14 +166,11 @@ class Sign:
 class SharedNumbers:
     """A page of shared memory with floating-point numbers, which are 0 at first.
 
-    Each process has an object of its own for the same page. `values` has the numbers.
+    Each process has an object of its own for the same page.
     """
 
     def __init__(self, fd: int) -> None:
-        """Map the page behind a descriptor into memory, and take ownership of the descriptor.
-
-        Callers use `create` or `attach` instead.
-        """
+        """Map the page of a descriptor, and own it; callers use `create` or `attach` instead."""
         self.fd = fd
         self._map = mmap.mmap(fd, _PAGE_BYTES)
         # Aligned stores of 8 bytes: a reader never sees half a number.
@@ -201,7 +178,6 @@ class SharedNumbers:
 
     @classmethod
     def create(cls) -> SharedNumbers:
-        """Create a new page of shared memory."""
         fd = os.memfd_create("sensorium-numbers", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, _PAGE_BYTES)
@@ -212,29 +188,18 @@ class SharedNumbers:
 
     @classmethod
     def attach(cls, fd: int) -> SharedNumbers:
-        """Return an object for a page that another process has created.
-
-        `fd` is the inherited descriptor of the page. It is duplicated, so the caller still has to
-        close it.
-        """
+        """Return an object for the page of an inherited `fd`, which the caller still closes."""
         return cls(os.dup(fd))
 
     def close(self) -> None:
-        """Unmap the page and close this descriptor of it.
-
-        The page still exists for other processes.
-        """
+        """Unmap the page, which still exists for other processes, and close this descriptor."""
         self.values.release()
         self._map.close()
         os.close(self.fd)
 
 
 class Pulse:
-    """The signs of life that the core writes into shared memory for the parent.
-
-    With them the parent notices a core that hangs. Each process has a `Pulse` of its own for the
-    same page.
-    """
+    """The core's signs of life in shared memory, by which the parent notices that it hangs."""
 
     def __init__(self, numbers: SharedNumbers) -> None:
         self._numbers = numbers
@@ -242,16 +207,11 @@ class Pulse:
 
     @classmethod
     def create(cls) -> Pulse:
-        """Create a new page of shared memory, and return a `Pulse` for it."""
         return cls(SharedNumbers.create())
 
     @classmethod
     def attach(cls, fd: int) -> Pulse:
-        """Return a `Pulse` for a page that another process has created.
-
-        `fd` is the inherited descriptor of the page. It is duplicated, so the caller still has to
-        close it.
-        """
+        """Return an object for the page of an inherited `fd`, which the caller still closes."""
         return cls(SharedNumbers.attach(fd))
 
     @property
@@ -259,45 +219,35 @@ class Pulse:
         return self._numbers.fd
 
     def beat(self) -> None:
-        """Write the current time into the page, as the sign that the core makes progress."""
+        """Write the current time, as the sign that the core makes progress."""
         self._values[_BEAT] = time.monotonic()
 
     def note_long_work(self, is_begun: bool) -> None:
-        """Write into the page that long work begins, or that it has ended.
+        """Write that long work without signs of life, such as compiling kernels, begins or ends.
 
-        Long work, such as compiling kernels, gives no signs of life. While it lasts, the core does
-        not count as stalled.
+        While it lasts, the core does not count as stalled.
         """
         self.beat()
         self._values[_LONG_WORK] = float(is_begun)
 
     def clear(self) -> None:
-        """Remove all signs of life from the page, before another core is started."""
+        """Remove all signs of life, before another core is started."""
         self._values[_BEAT] = self._values[_LONG_WORK] = 0.0
 
     def read(self) -> Sign:
-        """Return the last sign of life that the core has written into the page."""
         return Sign(beat=self._values[_BEAT], is_long_work=bool(self._values[_LONG_WORK]))
 
     def close(self) -> None:
-        """Unmap the page and close this descriptor of it."""
         self._numbers.close()
 
 
 def get_look_interval(limit_s: float) -> float:
-    """Return how many seconds the parent waits between two checks of the core's progress.
-
-    `limit_s` is the number of seconds without progress after which a core counts as stalled.
-    """
+    """Return the seconds between two looks at a pulse that may be silent for `limit_s` seconds."""
     return min(_MAX_LOOK_S, limit_s / _LOOKS_PER_LIMIT)
 
 
 def get_idle_interval(limit_s: float) -> float:
-    """Return the longest time, in seconds, between two signs of life of a core without requests.
-
-    A sign of life is a call of `Pulse.beat`. `limit_s` is the number of seconds without progress
-    after which a core counts as stalled.
-    """
+    """Return the longest time in seconds between two beats of a core without requests."""
     return min(_MAX_LOOK_S, limit_s / _BEATS_PER_LIMIT)
 
 
@@ -316,10 +266,9 @@ class StallWatch:
         self._silent_s = 0.0
 
     def look(self, now: float, sign: Sign) -> Verdict:
-        """Return whether the core makes progress ("moves"), is "stalled", or is "lost".
+        """Return the verdict at the monotonic time `now`, with the core's last sign of life.
 
-        The caller passes the current monotonic time and the core's last sign of life, again and
-        again. Before the first sign of life and during long work the result is "moves".
+        Before the first sign of life and during long work it is "moves".
         """
         gap_s = 0.0 if self._looked is None else min(now - self._looked, self._max_gap_s)
         self._looked = now

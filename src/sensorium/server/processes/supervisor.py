@@ -1,6 +1,6 @@
 """The parent of a server's processes, which keeps them alive until it has to stop.
 
-There is one core, or none in a server that only renders, and there are some frontends. The parent
+There is one core, or none in a server that only renders, and at least one frontend. The parent
 computes nothing and imports neither torch nor Transformers, so it starts at once and stays small.
 Children end when it does, because their connections to it end.
 
@@ -72,15 +72,12 @@ _RUN_MODULE = (sys.executable, "-P", "-m")
 
 
 class ServerFailedError(SensoriumError):
-    """An error that means that the server can't be started, or can't be kept running."""
+    """An error that means that the server can't be started or kept running."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """The command lines that start the process of a core and that of a frontend.
-
-    The descriptor of the child's socket is appended to them as the last argument.
-    """
+    """The command lines of a core and a frontend, without the descriptor that is appended last."""
 
     core: tuple[str, ...] = (*_RUN_MODULE, "sensorium.server.processes.core_main")
     frontend: tuple[str, ...] = (*_RUN_MODULE, "sensorium.server.processes.frontend_main")
@@ -90,8 +87,8 @@ class Commands:
 class RestartPolicy:
     """A rule for when a process that has ended is started again, and when that is given up.
 
-    The pause before a start doubles with each end of the process, from `first_pause_s` up to
-    `max_pause_s` seconds. The rule reads no clock, so that tests can pass any time.
+    The pause before a start doubles with each end of the process, up to `max_pause_s` seconds. The
+    rule reads no clock, so that tests can pass any time.
     """
 
     max_tries: int = 5
@@ -101,10 +98,10 @@ class RestartPolicy:
     _num_ends: int = field(default=0, init=False)
 
     def note_end(self, *, lived_s: float) -> float | None:
-        """Count an end of the process, and return the seconds to wait before its next start.
+        """Count an end after `lived_s` seconds, and return the seconds before the next start.
 
-        `lived_s` is how many seconds the process ran. Returns `None` if the process has ended more
-        than `max_tries` times in a row, each time after less than `settled_s` seconds.
+        Return `None` after more than `max_tries` ends in a row, each in less than `settled_s`
+        seconds.
         """
         if lived_s >= self.settled_s:
             self._num_ends = 0
@@ -115,10 +112,10 @@ class RestartPolicy:
 
 
 class Supervisor:
-    """The parent of a server's processes, which starts them and starts those again that end.
+    """The parent of a server's processes, which starts them and restarts those that end.
 
-    `run` may be called once. Tests use other `commands`, and change the time limits by
-    `make_policy` and `grace_s`, the seconds that processes have to end when the server stops.
+    `run` may be called once. `grace_s` is how many seconds processes have to end when the server
+    stops.
     """
 
     def __init__(
@@ -153,8 +150,8 @@ class Supervisor:
         """Run the server until a signal stops it, and return its exit status.
 
         After SIGINT or SIGTERM the server finishes the requests in flight, and the status is 0. A
-        second signal kills all processes, and the status is 128 + its number. Raises a
-        `SensoriumError` if the server can't be started or can't be kept running.
+        second signal kills all processes, and the status is 128 + its number. Raise a
+        `SensoriumError` if the server can't be started or kept running.
         """
         self._address = Address.bind(self._options.host, self._options.port)
         with (
@@ -188,9 +185,8 @@ class Supervisor:
     ) -> None:
         """Run a process, and start it again each time it ends, until the server stops.
 
-        `live` is called with the number of the start, from 1. It runs the process and returns how
-        that ended. Raises a `ServerFailedError` if a process ends before the server is ready, or
-        too often.
+        `live` is called with the number of the start, from 1, and returns how the process ended.
+        Raise a `ServerFailedError` if a process ends before the server is ready, or too often.
         """
         policy = self._make_policy()
         for life in count(1):
@@ -239,16 +235,12 @@ class Supervisor:
         return await self._follow(core, self._on_core_message, forget)
 
     async def _watch_core(self, core: ChildProcess) -> None:
-        """Report to the frontends that the core is stalled or resumes, and kill it if it is lost.
-
-        A core that is still loading is not watched, and no core is watched if `core_stall_timeout`
-        is 0. The task is cancelled when the core has ended.
-        """
+        """Report to the frontends if the core stalls or resumes, and kill it if it is lost."""
         limit_s = self._options.core_stall_timeout
         watch = StallWatch(limit_s)
-        while limit_s:
+        while limit_s:  # 0: no core is watched; the task is cancelled when the core has ended
             await asyncio.sleep(get_look_interval(limit_s))
-            if self._core_info is None:
+            if self._core_info is None:  # a core that is still loading is not watched
                 continue
             verdict = watch.look(time.monotonic(), self._shared.pulse.read())
             if verdict == "lost":
@@ -264,7 +256,7 @@ class Supervisor:
             self._metrics.counter("sensorium:core_stalls_total").inc()
             limit_s = self._options.core_stall_timeout
             logger.error(
-                "the core has made no progress for %g s; it is killed if that goes on", limit_s
+                "the core has made no progress for %g s; it is killed if that continues", limit_s
             )
         else:
             logger.warning("the core makes progress again")
@@ -314,11 +306,7 @@ class Supervisor:
         start: StartCore | StartFrontend,
         inherited_fds: Sequence[int],
     ) -> ChildProcess:
-        """Start a child process, and send it the message `start`.
-
-        The child inherits `inherited_fds`, and the descriptor of the shared memory if there is any.
-        If the server is already stopping, the child is killed at once.
-        """
+        """Start a child process and send it `start`; kill it if the server is stopping."""
         if self._shared.shm_fd is not None:
             inherited_fds = (*inherited_fds, self._shared.shm_fd)
         # The directory of the metrics is in the environment, where `use_directory` has put it.
@@ -337,9 +325,7 @@ class Supervisor:
     ) -> str:
         """Handle the messages of a child until its process has ended, and return how it ended.
 
-        The result is the reason that the child sent, or its exit status in words. `handle` is
-        called with each other message. `forget` is called as soon as the connection to the child
-        has ended.
+        The result is the reason that the child sent, or its exit status in words.
         """
         failure = None
         while (message := await child.receive()) is not None:
@@ -347,7 +333,7 @@ class Supervisor:
                 failure = message.message
             else:
                 handle(message)
-        forget()
+        forget()  # as soon as the connection has ended, which may be earlier than the process
         end = await child.wait_until_ended()
         self._children.discard(child)
         clear_gauges(child.name, self._shared.metrics_directory)

@@ -133,7 +133,7 @@ def build_graphs(
         )
         logger.info("capturing CUDA graphs: %d batch sizes of decode steps", len(sizes))
         no_segments: str | None = _AUDIO
-        has_audio = hf_model.max_cross_positions > 0 or hf_model.is_streaming
+        has_audio = hf_model.kind.media != "in_prompt"
         if not has_audio:
             logger.info("capturing CUDA graphs: %d token counts with prompts", len(token_sizes))
             no_segments = segments.capture(use_tqdm=options.use_tqdm)
@@ -203,7 +203,7 @@ def _make_buffers(
 
 def _make_audios(hf_model: HfModel, max_batch: int) -> torch.Tensor | None:
     """Return memory for the streaming audio of a step, if the model takes any."""
-    if not hf_model.is_streaming:
+    if not hf_model.kind.is_streaming:
         return None
     width = int(hf_model.text_config.hidden_size)
     return torch.zeros(max_batch, width, dtype=hf_model.dtype, device=hf_model.device)

@@ -1,7 +1,7 @@
 """The formats of answers: a new one is a new module in this folder, and nothing else.
 
 A module names its formats as `CALLS` and `REASONING`: one of each, or a tuple of them. The modules
-are light, since the command line lists the formats too.
+are light, because the command line also lists the formats.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ NONE = "none"
 
 
 def _find_all(name: str) -> list[Any]:
-    """Return the formats that the modules of this folder assign to `name`, sorted by rank and name.
-
-    Formats are tried in this order when the format of a model is detected.
-    """
+    """Return what the modules of this folder assign to `name`, sorted by rank and name."""
     found: list[Any] = []
     for module in pkgutil.iter_modules(__path__):
         entry = getattr(import_module(f"{__name__}.{module.name}"), name, ())

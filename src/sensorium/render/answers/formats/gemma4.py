@@ -133,16 +133,13 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return self._add_to_word(character, buffer)
 
     def _step_text(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read one character of a text between two `<|"|>` tokens.
-
-        `word` keeps characters that may be the beginning of the token that ends the text.
-        """
+        """Read one character of a text between two `<|"|>` tokens."""
         word, self.word = self.word + character, ""
         if word == _QUOTE:
             buffer.add_arguments('"')
             self.place = "after"
         elif _QUOTE.startswith(word):
-            self.word = word
+            self.word = word  # it may be the beginning of the token that ends the text
         else:
             buffer.add_arguments(json.dumps(word[0], ensure_ascii=False)[1:-1])
             for later in word[1:]:
@@ -150,10 +147,7 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return Step.ON
 
     def _step_string(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read one character of a string in double quotes, as in JSON.
-
-        Some models write such strings instead of a text between `<|"|>` tokens.
-        """
+        """Read one character of a string in double quotes, which some models write instead."""
         buffer.add_arguments(json.dumps(character)[1:-1] if character < " " else character)
         if character == '"' and not self.is_escaped:
             self.place = "after"
@@ -172,18 +166,12 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return Step.ON
 
     def _step_end(self, character: str, _: AnswerBuffer) -> Step:
-        """Read one character of the closing tag, which may be missing.
-
-        If the character belongs to no closing tag, the tool call ended before it.
-        """
+        """Read one character of the closing tag, which may be missing."""
         self.word, step = read_closing(_CLOSE, self.word, character)
         return step
 
     def _break_off(self, character: str, buffer: AnswerBuffer) -> Step:
-        """End the arguments although they are incomplete, because no valid value follows.
-
-        The character is then read as a part of the closing tag.
-        """
+        """End incomplete arguments, because no valid value follows, and read a closing tag."""
         self.place, self.word = "end", ""
         return self._step_end(character, buffer)
 
@@ -228,10 +216,7 @@ _STEPS = {
 
 
 def _convert(word: str) -> str:
-    """Return the JSON of a value that the model wrote without quotes.
-
-    A word that is neither a number, a boolean nor null becomes a string.
-    """
+    """Return the JSON of a value without quotes; one that is no JSON becomes a string."""
     if _SCALAR.fullmatch(word):
         return word
     return _PYTHON_WORDS.get(word) or json.dumps(word, ensure_ascii=False)
@@ -334,8 +319,8 @@ class _ArgumentsGrammar:
     def _get_bounds(self, least: Any, most: Any, share: int) -> tuple[int, int | None]:
         """Return the least and the greatest length that the schema's `least` and `most` allow.
 
-        If the schema has no upper bound, it is the grammar's `max_string_length` divided by
-        `share`, or `None` (no bound) if the grammar has none.
+        Without an upper bound it is the grammar's `max_string_length` divided by `share`. `None` is
+        no bound.
         """
         low = least if isinstance(least, int) and least > 0 else 0
         limit = self._lark.max_string_length

@@ -44,10 +44,7 @@ class HermesCall(CallReader, tag="hermes"):
         return Step.ON if step is Step.LAST else self._close(character)
 
     def _close(self, character: str) -> Step:
-        """Read one character of the closing tag, which may be missing.
-
-        If the character belongs to no closing tag, the tool call ended before it.
-        """
+        """Read one character of the closing tag, which may be missing."""
         self.closing, step = read_closing(_CLOSE, self.closing, character)
         return step
 

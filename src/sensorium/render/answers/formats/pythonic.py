@@ -98,10 +98,7 @@ class PythonicCall(CallReader, tag="pythonic"):
 
 
 def _add_calls(source: str, buffer: AnswerBuffer) -> bool:
-    """Parse Python code, add its tool calls to the buffer, and return whether that worked.
-
-    If the code has anything but calls of the request's tools, nothing is added.
-    """
+    """Add the tool calls in Python code, or return False if it has anything else."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about unknown escapes in strings
@@ -149,10 +146,8 @@ def _read_call(node: ast.Call, source: str) -> tuple[str, str]:
 
 
 def _get_value(node: ast.expr, source: str) -> Any:
-    """Return the value of an argument that is written as JSON or as a Python literal.
-
-    JSON is tried first, because Python reads some escapes in strings differently.
-    """
+    """Return the value of an argument that is written as JSON or as a Python literal."""
+    # JSON first, because Python reads some escapes in strings differently.
     segment = ast.get_source_segment(source, node) or ""
     try:
         return json.loads(segment)

@@ -98,12 +98,12 @@ async def _answer(
 def get_transcriber(context: Context, task: Task) -> Transcriber:
     """Return the transcriber, or raise an `ApiError` that names the right route for this task."""
     transcriber = context.transcriber
-    if transcriber is None:
+    if transcriber is None or "transcription" not in context.tasks:
         has_audio = "audio" in context.engine.modalities
         where = " Send audio as `input_audio` in messages to" if has_audio else " Use"
-        hint = f"{where} /v1/chat/completions." if context.has_chat else ""
+        hint = f"{where} /v1/chat/completions." if "chat" in context.tasks else ""
         raise _make_route_error(f"This model does not transcribe audio.{hint}")
-    if task == "translate" and not transcriber.can_translate:
+    if task == "translate" and "translation" not in context.tasks:
         raise _make_route_error(
             "This model does not translate what is said. Use /v1/audio/transcriptions, which "
             "transcribes it in its own language."

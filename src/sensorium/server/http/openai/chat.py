@@ -22,7 +22,7 @@ from sensorium.server.http.calls import (
     Call,
     Context,
     Work,
-    check_has_chat,
+    check_takes_prompts,
     get_prompt_fields,
     start_call,
 )
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 async def create_chat_completion(http_request: Request, context: Context) -> Response:
-    check_has_chat(context)
+    check_takes_prompts(context)
     call = await start_call(
         http_request,
         context,

@@ -14,7 +14,7 @@ from sensorium.server.http.calls import (
     Call,
     Context,
     Work,
-    check_has_chat,
+    check_takes_prompts,
     get_prompt_fields,
     start_call,
 )
@@ -42,7 +42,7 @@ _KINDS = "text, token ids, or a list of either"
 
 
 async def create_completion(http_request: Request, context: Context) -> Response:
-    check_has_chat(context)
+    check_takes_prompts(context)
     call = await start_call(
         http_request,
         context,
