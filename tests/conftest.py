@@ -33,7 +33,7 @@ settings.load_profile("repeatable")
 httpx_transports.create_ssl_context = cache(httpx_transports.create_ssl_context)
 
 
-# Which tests start first: the folders whose groups take longest.
+# Which tests start first: the folders with the longest groups.
 _FOLDERS = ("integration", "parity", "property", "unit")
 _SETTINGS = "_hypothesis_internal_use_settings"  # where `@settings` of Hypothesis leaves them
 _DIVISORS = {"all": 1, "fifth": 5, "tenth": 10}

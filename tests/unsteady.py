@@ -4,7 +4,7 @@ A test that only holds while threads are quick fails with it, long before it fai
 
     python -m pytest -p tests.unsteady --unsteady-seed 3 tests/unit/multimodal
 
-The thread of the test itself is left alone, so that it runs ahead of the others.
+The thread of the test itself is not held up, so that it runs ahead of the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports go down only, and the part that thinks never loads the part that computes."""
+"""Imports go down only, and the part that decides never loads the part that computes."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_a_fresh_interpreter_loads_it_without_torch(module: str) -> None:
         "server.processes.frontend_main",
     ],
 )
-def test_processes_listen_to_each_other_before_anything_heavy_is_loaded(module: str) -> None:
-    """The parent for as long as it lives; its children until they hear of its end."""
+def test_processes_open_their_channels_before_anything_heavy_is_loaded(module: str) -> None:
+    """The parent for as long as it lives; its children until they are notified of its end."""
     heavy = {*HEAVY, "starlette", "uvicorn"}
     script = f"import sys, sensorium.{module}; print(*sorted(set(sys.modules) & {heavy}))"
     result = run(sys.executable, "-c", script)

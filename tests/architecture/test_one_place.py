@@ -86,7 +86,7 @@ def add_parameter(package: Path) -> None:
 
 def add_option(package: Path) -> None:
     put_before(
-        package / "engine" / "build" / "options.py",
+        package / "engine" / "assembly" / "options.py",
         "    max_model_len: int | None = common_option(",
         "    flavour: int = option(\n"
         '        7, section="engine", least=1, commands=ENGINES, metavar="N", help="Its flavour."\n'

@@ -42,7 +42,7 @@ def write(path: Path, *, num_lines: int, longest_function: int = 2) -> None:
 
 
 def write_family(path: Path, *, num_lines: int) -> None:
-    """Write a module with two adapters, in which the second has `num_lines`."""
+    """Write a module of a family with two classes, where the second has `num_lines`."""
     classes = ["class First:", "    x = 1", "class Second:", *["    x = 1"] * (num_lines - 1)]
     path.write_text("\n".join(classes))
 

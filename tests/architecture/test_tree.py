@@ -74,7 +74,7 @@ def test_no_folder_has_too_many_modules() -> None:
     assert {name: count for name, count in counts.items() if count > MAX_MODULES_PER_FOLDER} == {}
 
 
-def test_a_small_module_with_one_importer_has_a_written_reason() -> None:
+def test_a_small_module_with_one_importer_has_a_stated_reason() -> None:
     modules = list_modules()
     importers = find_importers(modules)
     small = {
@@ -86,11 +86,11 @@ def test_a_small_module_with_one_importer_has_a_written_reason() -> None:
     }
     lines = [line for line in REASONS.read_text().splitlines() if line and line[0] != "#"]
     reasons = dict(line.split(": ", 1) for line in lines)
-    assert small == set(reasons)  # a reason that is no longer needed goes, too
+    assert small == set(reasons)  # a reason that is no longer needed is removed
     assert [name for name, reason in reasons.items() if len(reason.split()) < 5] == []
 
 
-def test_code_lines_are_counted_without_words_and_space() -> None:
+def test_code_lines_are_counted_without_comments_and_blank_lines() -> None:
     text = (
         '"""A\nB."""\n\n# why\nx = (\n    1,  # one\n)\n\n\ndef f():\n    """C."""\n    return 2\n'
     )

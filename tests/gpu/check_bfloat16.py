@@ -1,6 +1,6 @@
 """bfloat16, stage by stage, against the same model run by Transformers in bfloat16 on the device.
 
-How far apart two right computations may be is measured, not assumed: `spread` is the largest
+How much two right computations may differ is measured, not assumed: `spread` is the largest
 distance of Transformers' bfloat16 from Transformers' float32 over all that is compared. Ours is as
 good a rounding as theirs, so its distance from float32 must be alike (root mean square at most 1.5
 times theirs), and its distance from theirs at most that of two roundings (2 × spread). Tokens must
@@ -32,7 +32,7 @@ class Distances:
     """Of ours and theirs, both in bfloat16, and the exact float32."""
 
     spread: float  # theirs to exact, largest
-    apart: float  # ours to theirs, largest
+    distance: float  # ours to theirs, largest
     their_rms: float
     our_rms: float
 
@@ -42,7 +42,7 @@ class Distances:
 
     def __str__(self) -> str:
         return (
-            f"largest {self.apart:.3g} of {self.tolerance:.3g}, "
+            f"largest {self.distance:.3g} of {self.tolerance:.3g}, "
             f"rms {self.our_rms:.3g} to {self.their_rms:.3g}"
         )
 
@@ -56,7 +56,7 @@ def measure(
     assert a.isfinite().all()
     return Distances(
         spread=float((b - c).abs().max()),
-        apart=float((a - b).abs().max()),
+        distance=float((a - b).abs().max()),
         their_rms=float((b - c).square().mean().sqrt()),
         our_rms=float((a - c).square().mean().sqrt()),
     )
@@ -64,7 +64,7 @@ def measure(
 
 def assert_close(distances: Distances, stage: str) -> None:
     assert distances.spread > 0, f"{stage}: nothing was rounded"
-    assert distances.apart <= distances.tolerance, f"{stage}: {distances}"
+    assert distances.distance <= distances.tolerance, f"{stage}: {distances}"
     assert distances.our_rms <= 1.5 * distances.their_rms, f"{stage}: {distances}"
 
 

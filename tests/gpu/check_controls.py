@@ -51,4 +51,4 @@ def check_control(mistake: str) -> str:
         return f"seen: {error}"
     finally:
         setattr(TorchPagedAttention, name, original)
-    raise AssertionError("nobody saw it")
+    raise AssertionError("no comparison saw it")

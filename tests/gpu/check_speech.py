@@ -35,9 +35,9 @@ def check_speech_tokens(family: str, setting: str) -> str:
     llm = make_engine(directory, device=device, **SPEECH_SETTINGS[setting])
     for state in ("cold", "cached"):
         wrong = get_wrong(run(llm, reference.spoken), reference.spoken)
-        assert not wrong, f"{state}: sounds {wrong}"
+        assert not wrong, f"{state}: recordings {wrong}"
     assert_nothing_is_left(llm)
-    return f"{len(reference.spoken)} sounds; graphs: {llm.config.graphs}"
+    return f"{len(reference.spoken)} recordings; graphs: {llm.config.graphs}"
 
 
 def check_transcripts() -> str:
@@ -56,16 +56,16 @@ def check_transcripts() -> str:
 
 
 def check_ctc_transducer(family: str) -> str:
-    """Compare frames and tokens with Transformers on the device, and a long sound with the CPU."""
+    """Compare frames and tokens with Transformers on the device, and long audio with the CPU."""
     use_exact_float32()
     directory, device = get_directory(family), get_device()
     reference = ctc_transducer_reference.CtcTransducerReference(directory, device)
     llm = ctc_transducer_reference.make_engine(directory, device=device)
     for state in ("cold", "cached"):
         wrong = ctc_transducer_reference.get_wrong(
-            ctc_transducer_reference.run(llm, reference.heard), reference.heard
+            ctc_transducer_reference.run(llm, reference.spoken), reference.spoken
         )
-        assert not wrong, f"{state}: sounds {wrong}"
+        assert not wrong, f"{state}: recordings {wrong}"
     audios = [(make_audio(seconds, seed=70), 16_000) for seconds in (33.0, 2.0)]
     ours, theirs = (
         engine.transcribe(audios, use_tqdm=False, needs_words=True)
@@ -75,7 +75,7 @@ def check_ctc_transducer(family: str) -> str:
     words = [[w for t in ts for s in t.segments for w in s.words] for ts in (ours, theirs)]
     assert words[0] == words[1]
     assert_nothing_is_left(llm)
-    return f"{len(reference.heard)} sounds, {len(words[0])} words"
+    return f"{len(reference.spoken)} recordings, {len(words[0])} words"
 
 
 def _transcribe(directory: str, device: str, audios: Any) -> Any:

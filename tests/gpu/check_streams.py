@@ -1,4 +1,4 @@
-"""Sounds that go on, on the device: tokens as on the CPU, with overlapped steps.
+"""Streaming audio on the device has the tokens of the CPU, with overlapped steps.
 
 The core is asked without a frontend, because the tokenizer of these models is not on all machines.
 """
@@ -62,7 +62,7 @@ def make_model() -> str:
 
 
 def run(device: str, *, overlap: bool) -> dict[str, list[int]]:
-    """Return the tokens of three sounds that come chunk by chunk, at different speeds."""
+    """Return the tokens of three recordings that come chunk by chunk, at different speeds."""
     loading = LoadingOptions(
         model=make_model(), device=device, dtype="float32", use_tqdm_on_load=False
     )
@@ -97,7 +97,7 @@ def _listen(core: EngineCore, audios: dict[str, tuple[torch.Tensor, ...]]) -> di
                 is_last = place == len(chunks) - 1
                 outputs += core.append_audio(name, chunks[place].contiguous(), is_last=is_last)
             if index == place % 3:
-                outputs += core.step()  # before the others have their sound
+                outputs += core.step()  # before the others have their audio
         while core.has_requests:
             outputs += core.step()
         for output in outputs:
@@ -113,4 +113,4 @@ def check_streams(overlap: bool) -> str:
     ours, theirs = run(get_device(), overlap=overlap), run("cpu", overlap=False)
     assert len({token for each in theirs.values() for token in each}) > 20
     assert ours == theirs
-    return f"{sum(map(len, ours.values()))} tokens of {len(ours)} sounds"
+    return f"{sum(map(len, ours.values()))} tokens of {len(ours)} recordings"

@@ -23,7 +23,7 @@ _SCHEMA = {
 
 
 def check_structured_answers(name: str, dtype: torch.dtype) -> str:
-    """Half of a batch has a schema, drawn at random; the others go on as they would alone."""
+    """Half of a batch has a random schema; the others have the tokens that they have alone."""
     llm = make_device_llm(name, dtype)
     prompts = [entry.prompt for entry in get_reference(name, dtype).expected[:4]]
     free = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -44,8 +44,8 @@ def check_structured_answers(name: str, dtype: torch.dtype) -> str:
         assert 40 <= len(answer["name"]) <= 60, text
         assert answer["kind"] in ("small", "large"), text
     if dtype is torch.float32:
-        beside = [output.outputs[0].token_ids for output in outputs[:4]]
-        assert beside == alone, "rows without a schema have other tokens beside those that have one"
+        mixed = [output.outputs[0].token_ids for output in outputs[:4]]
+        assert mixed == alone, "rows without a schema have other tokens if others have one"
     return f"{len(texts)} answers, e.g. {texts[0][:60]!r}"
 
 

@@ -1,4 +1,4 @@
-"""Encoder outputs from elsewhere on the device: from a disk cache, and from an encoder apart."""
+"""Encoder outputs from elsewhere on the device: from a disk cache, and from a remote encoder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_restart(family: str, dtype: str) -> str:
 
 
 def check_remote_encoder(family: str, dtype: str) -> str:
-    """Compare the tokens of an engine with those of one that has its encoder apart."""
+    """Compare the tokens of an engine with those of one that has a remote encoder."""
     use_exact_float32()
     prompts = [each.prompt for each in get_reference(family, getattr(torch, dtype)).expected]
     options = {"device": get_device(), "dtype": dtype}
@@ -49,10 +49,10 @@ def check_remote_encoder(family: str, dtype: str) -> str:
                 outputs = llm.generate(prompts, _GREEDY, use_tqdm=False)
                 runner = llm.core.runner.encoder_runner
                 found.append((get_token_ids(outputs), runner.num_encoded, runner.num_loaded))
-    (tokens, num_encoded, num_loaded), apart = found
+    (tokens, num_encoded, num_loaded), remote = found
     assert num_encoded
     assert not num_loaded
-    assert apart[1:] == (0, num_encoded)
+    assert remote[1:] == (0, num_encoded)
     if dtype == "float32":  # in half precision other kernels may change a token
-        assert apart[0] == tokens
+        assert remote[0] == tokens
     return f"{num_encoded} items"

@@ -81,7 +81,7 @@ def check_graph_mistake(mistake: str) -> str:
     with making_graph_mistake(mistake):
         outputs = run_staggered(llm, [entry.prompt for entry in reference.expected], GREEDY)
     names = get_differences(outputs, reference.expected)
-    assert names, "nobody saw it"
+    assert names, "no comparison saw it"
     return f"seen in {len(names)} of {len(reference.expected)} prompts"
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 import sensorium.engine.assembly.builder as builder
-import sensorium.models.loading as loading
+import sensorium.models.families as families
 from sensorium.models.hf_model import HfModel
 
 from .setting import make_device_llm
@@ -40,7 +40,10 @@ def _trying_all() -> Iterator[_Notes]:
     _LOGGER.addHandler(notes)
     _LOGGER.setLevel(logging.INFO)
     try:
-        with mock.patch.object(builder, "ADAPTERS", {}), mock.patch.object(loading, "ADAPTERS", {}):
+        with (
+            mock.patch.object(builder, "KNOWN_MODELS", {}),
+            mock.patch.object(families, "KNOWN_MODELS", {}),
+        ):
             yield notes
     finally:
         _LOGGER.removeHandler(notes)

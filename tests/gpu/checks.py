@@ -83,7 +83,7 @@ def get_checks() -> Iterator[Check]:
 
 
 def _get_state_checks() -> Iterator[Check]:
-    """Yield the checks of what outlives a step: live sounds, and the disk cache."""
+    """Yield the checks of what outlives a step: streaming audio, and the disk cache."""
     for overlap in (False, True):
         words = "overlap" if overlap else "no overlap"
         yield Check(name=f"streams/{words}", run=partial(check_streams, overlap))
@@ -94,7 +94,7 @@ def _get_state_checks() -> Iterator[Check]:
     ):
         yield Check(name=f"disk cache/{family}", run=partial(check_restart, family, dtype))
         yield Check(
-            name=f"encoder apart/{family}", run=partial(check_remote_encoder, family, dtype)
+            name=f"remote encoder/{family}", run=partial(check_remote_encoder, family, dtype)
         )
 
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:. python tests/gpu/run.py [--only WORD ...] [--skip WORD ...] [--list]
 
-A word selects the checks whose name contains it. Ends with 1 if a check failed. Without a GPU the
-checks run on the CPU, those that need CUDA being skipped: slow, and no proof of anything but the
-checks themselves.
+A word selects the checks that have it in their names. Ends with 1 if a check failed. Without a GPU
+the checks run on the CPU, and those that need CUDA are skipped: slow, and no proof of anything but
+the checks themselves.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.support.engine import make_llm
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 TINY_MODELS = ROOT / "build" / "tiny-models"
-# Families whose models are made with heads of 64 as well: kernels don't have the 16 of the others.
+# Families that also have models with heads of 64: kernels don't have the 16 of the others.
 WIDE_FAMILIES = ("llama", "llava", "qwen2_5_vl", "gemma3")
 _WIDE = "wide-"
 
@@ -111,7 +111,7 @@ class DeviceReference(Reference):
 
     @cached_property
     def model(self) -> Any:
-        # Not `.to(dtype)`: that would round the frequencies of rotary embeddings too.
+        # Not `.to(dtype)`: that would also round the frequencies of rotary embeddings.
         return self._load(self._dtype).to(get_device())
 
     def _prepare(self, *arguments: Any) -> tuple[str, Mapping[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("check", list(get_checks()), ids=lambda check: check.name)
-def test_on_the_device(check: Check) -> None:
+def test_a_check_passes_on_the_device(check: Check) -> None:
     try:
         check.run()
     except UnavailableError as error:

@@ -96,7 +96,7 @@ def _end_of_shared_servers() -> Iterator[None]:
 def omni_server(
     tiny_model: Callable[[str], str], omni_flags: tuple[str, ...]
 ) -> Iterator[ServerProcess]:
-    """Run a server with one frontend and the mirrored cache, for images, videos and sounds."""
+    """Run a server with one frontend and the mirrored cache, for images, videos and audio."""
     with SHARED_SERVERS.use(tiny_model("qwen2_5_omni"), *omni_flags) as server:
         yield server
 

@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def generate_alone(directory: str, audios: list[Any]) -> list[list[int]]:
-    """Return the tokens of Transformers' `generate`, for one sound after another."""
+    """Return the tokens of Transformers' `generate`, for one audio item after another."""
     processor = tf.AutoProcessor.from_pretrained(directory)
     model = tf.GraniteSpeechForConditionalGeneration.from_pretrained(directory).eval()
     model.generation_config.eos_token_id = None

@@ -105,7 +105,7 @@ def _mutate_kwargs(body: Body) -> Iterator[tuple[str, Body]]:
             )
         rest = {name: value for name, value in nothing.items() if name != modality}
         yield f"no kwargs of {modality}", set_at(body, path, rest)
-        yield f"kwargs beside {modality}", set_at(body, path, {**nothing, "smell": entries})
+        yield f"kwargs next to {modality}", set_at(body, path, {**nothing, "smell": entries})
         for value in (1, 1.5, True, [], {}, "*", "AAA", "", "gA==", "wA==", "kA==", b"", b"\x81"):
             changed = {**nothing, modality: [value, *entries[1:]]}
             yield f"an item of {modality}: {value!r}", set_at(body, path, changed)
@@ -187,7 +187,7 @@ def mutate_tensors(item: bytes) -> Iterator[tuple[str, bytes]]:
             yield f"{name} is {other!r}", _pack({**whole, "tensors": {**rest, other: tensor}})
         yield f"no {name}", _pack({**whole, "tensors": rest})
         yield (
-            f"beside {name}",
+            f"next to {name}",
             _pack(set_at(whole, ("tensors",), {**whole["tensors"], "x": tensor})),
         )
     for value in (None, 1, "x", [], {}):

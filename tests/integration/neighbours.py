@@ -1,4 +1,4 @@
-"""Runs good requests beside a bad one, which must not change their answers."""
+"""Runs good requests together with a bad one, which must not change their answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_good_prompts(family: str) -> list[Any]:
 
 
 class Neighbours:
-    """An engine, good prompts for it, and their tokens when no bad request runs beside them."""
+    """An engine, good prompts for it, and their tokens without a bad request in the batch."""
 
     def __init__(self, llm: LLM, prompts: list[Any]) -> None:
         self.llm = llm

@@ -125,8 +125,8 @@ def make_gemma4_unified(directory: Path) -> str:
 def make_paligemma(directory: Path) -> str:
     """Make a model that attends to its prompt in both directions, or not, as its attention likes.
 
-    The embeddings, which are its head too, are so small that its answers are far from certain. Then
-    its log-probabilities differ by as little as those of a model that rounds coarsely.
+    The embeddings, which are also its head, are so small that its answers are far from certain.
+    Then its log-probabilities differ by as little as those of a model that rounds coarsely.
     """
     tokenizer = make_tokenizer(
         ["<pad>", "<eos>", "<bos>", "<image>", *(f"<loc{index:04}>" for index in range(4))],
@@ -151,7 +151,7 @@ def make_paligemma(directory: Path) -> str:
 
 
 def make_granite_speech(directory: Path) -> str:
-    """Make a model whose encoder has no mask for the padding of sounds. It needs torchaudio."""
+    """Make a model with an encoder that does not mask padded audio. It needs torchaudio."""
     tokenizer = make_tokenizer([*CHATML_TOKENS, "<|audio|>"], extra={"audio_token": "<|audio|>"})
     text = text_values(tokenizer)
     config = tf.GraniteSpeechConfig(
@@ -187,7 +187,7 @@ def make_granite_speech(directory: Path) -> str:
 
 
 def make_phi4_multimodal(directory: Path) -> str:
-    """Make a model of pictures and sounds whose config does not name their tokens as others do."""
+    """Make a model of pictures and audio. Its config has other names for their tokens than most."""
     tokenizer = make_tokenizer([*CHATML_TOKENS, "<|image|>", "<|audio|>"])
     id_of = tokenizer.convert_tokens_to_ids
     sizes = {

@@ -1,4 +1,4 @@
-"""Sounds, with the words in some of them, and small Whispers for tests that transcribe."""
+"""Audio, with the words in some of it, and small Whispers for tests that transcribe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHORT_S = 2.5  # the model's windows have 3 s
 _END_FACTOR = 6.0  # makes texts of a few tokens instead of all that a window has room for
 
 MEDIA = Path(embedded.__file__).parent / "media"
-# Samples of the embedded model -> what it writes down of them.
+# Samples of the embedded model -> what it transcribes them to.
 WORDS = {"speech": "seven green birds", "question": "what color is the square"}
 
 

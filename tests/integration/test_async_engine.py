@@ -183,7 +183,7 @@ def test_a_core_that_ends_fails_what_it_had_and_the_next_one_serves(core: LocalC
     run(core, test)
 
 
-def test_a_new_frontend_takes_the_lead_of_a_core_that_had_another(core: LocalCore) -> None:
+def test_a_new_frontend_takes_over_the_mirrored_cache_of_a_core(core: LocalCore) -> None:
     answers = []
 
     async def test(engine: AsyncEngine, _: MediaParts) -> None:
@@ -195,7 +195,7 @@ def test_a_new_frontend_takes_the_lead_of_a_core_that_had_another(core: LocalCor
     assert answers[0] == answers[1]
 
 
-def test_a_refusal_of_the_core_keeps_its_kind(core: LocalCore) -> None:
+def test_a_refusal_by_the_core_keeps_its_error_type(core: LocalCore) -> None:
     async def test(engine: AsyncEngine, _: MediaParts) -> None:
         with pytest.raises(RequestError, match="5000 tokens, but the context holds 4096") as caught:
             await engine.generate([5] * 5000, GREEDY, request_id="r")
@@ -211,7 +211,7 @@ def test_a_refusal_of_the_core_keeps_its_kind(core: LocalCore) -> None:
     run(core, test)
 
 
-def test_a_step_that_fails_is_the_engines_fault_and_its_neighbours_live(core: LocalCore) -> None:
+def test_a_failing_step_fails_its_request_and_the_next_one_succeeds(core: LocalCore) -> None:
     async def test(engine: AsyncEngine, _: MediaParts) -> None:
         launch = core.core.runner.launch
 
@@ -307,7 +307,7 @@ def test_frontends_share_a_core_and_one_that_ends_takes_its_requests_with_it(
         core.assert_nothing_is_left()
 
 
-def test_a_reset_that_is_heard_late_spares_what_is_new(
+def test_a_reset_that_arrives_late_keeps_newer_items(
     tmp_path: Path, tiny_model: Callable[[str], str]
 ) -> None:
     options = {"mm_processor_cache_type": "shm"}
@@ -330,7 +330,7 @@ def test_a_reset_that_is_heard_late_spares_what_is_new(
             statistics = media_parts_two.caches.readonly.statistics
             try:
                 await two.connect(core.info)
-                await two.reset_cache("prefix")  # the core knows it now
+                await two.reset_cache("prefix")  # the core is connected to it now
                 async with two.render(make_chat(IMAGES[1]), GREEDY, request_id="own"):
                     assert statistics().num_items == 1
                 await one.reset_cache("mm")
@@ -376,7 +376,7 @@ def test_a_cache_that_is_reset_has_nothing(core: LocalCore, level: str) -> None:
     run(core, test)
 
 
-def test_what_an_idle_leader_evicts_the_core_forgets(
+def test_the_core_drops_what_an_idle_leader_evicts(
     tmp_path: Path, tiny_model: Callable[[str], str]
 ) -> None:
     with run_core(tiny_model("qwen2_5_vl"), tmp_path) as core:

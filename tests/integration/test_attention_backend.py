@@ -12,7 +12,7 @@ from sensorium.layers.attention.torch_backend import use_ready_kernels
 
 
 @pytest.mark.parametrize("name", ["auto", "torch"])
-def test_a_cpu_attends_by_gathering(tiny_model: Callable[[str], str], name: str) -> None:
+def test_a_cpu_uses_the_torch_backend(tiny_model: Callable[[str], str], name: str) -> None:
     llm = LLM(tiny_model("llama"), device="cpu", max_model_len=64, attention_backend=name)
     assert llm.config.attention_backend == "torch"
 
@@ -30,7 +30,7 @@ def test_an_unknown_backend_is_refused_by_name(tiny_model: Callable[[str], str])
         LLM(tiny_model("llama"), device="cpu", max_model_len=64, attention_backend="cutlass")
 
 
-def test_steps_use_no_kernel_that_is_compiled_for_every_length(
+def test_steps_use_no_kernel_that_is_compiled_for_each_length(
     tiny_model: Callable[[str], str],
 ) -> None:
     """cuDNN's kernels are; other code in the process of the engine keeps them."""
@@ -45,7 +45,7 @@ def test_steps_use_no_kernel_that_is_compiled_for_every_length(
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def test_the_last_of_several_steps_gives_the_kernels_back() -> None:
+def test_the_last_of_several_steps_enables_the_kernels_again() -> None:
     """Two engines in one process may be in a step at the same time, and end in any order."""
     first, second = use_ready_kernels(), use_ready_kernels()
     first.__enter__()

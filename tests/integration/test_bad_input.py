@@ -190,7 +190,7 @@ def test_sampling_parameters_of_a_wrong_type_are_refused(name: str, value: objec
         SamplingParams(max_tokens=6, min_tokens=3, stop_token_ids=(2**70,)),
     ],
 )
-def test_a_stop_token_outside_the_vocabulary_does_not_touch_neighbours(
+def test_a_stop_token_outside_the_vocabulary_does_not_affect_other_requests(
     neighbours_of: NeighboursOf, params: SamplingParams
 ) -> None:
     llm = neighbours_of("llama").llm
@@ -236,14 +236,14 @@ def test_without_return_errors_the_first_error_is_raised_with_all_outputs(
 @pytest.mark.parametrize(
     "params", [[None], [{"temperature": 0}], {"temperature": 0}, "x", 5, iter([SamplingParams()])]
 )
-def test_sampling_parameters_that_are_no_sampling_parameters_are_refused(
+def test_objects_that_are_no_sampling_parameters_are_refused(
     neighbours_of: NeighboursOf, params: Any
 ) -> None:
     with pytest.raises(RequestError, match="sampling params"):
         neighbours_of("llama").llm.generate(["hello"], params, use_tqdm=False)
 
 
-def test_a_bug_of_ours_in_one_prompt_costs_its_neighbours_nothing(
+def test_an_internal_error_in_one_prompt_does_not_affect_the_others(
     neighbours_of: NeighboursOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = neighbours_of("llama").llm

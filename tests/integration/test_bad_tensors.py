@@ -74,7 +74,7 @@ def test_grids_that_do_not_fit_fail_alone(
     assert re.search(message, neighbours.fail_with_tensors(make_bad_image("qwen2_5_vl"), change))
 
 
-def test_tensors_that_never_came_are_asked_for(neighbours_of: NeighboursOf) -> None:
+def test_missing_tensors_are_requested_again(neighbours_of: NeighboursOf) -> None:
     llm = neighbours_of("llava").llm
     processed, _ = process_with_tensors(llm, "bad", make_bad_image("llava"), PARAMS)
     missing = llm.core.add_request(processed.request, Transfer())
@@ -94,7 +94,7 @@ def test_a_request_id_in_use_is_refused(neighbours_of: NeighboursOf) -> None:
     assert_nothing_is_left(llm)
 
 
-def test_a_bad_item_fails_everyone_who_shares_it_and_is_not_kept(
+def test_a_bad_item_fails_all_requests_with_it_and_is_not_kept(
     neighbours_of: NeighboursOf,
 ) -> None:
     llm = neighbours_of("llava").llm
@@ -145,7 +145,7 @@ def test_wrong_counts_that_add_up_are_found(neighbours_of: NeighboursOf) -> None
     ],
     ids=["small", "two channels", "small for Gemma", "narrow patches"],
 )
-def test_a_shape_that_fails_alone_fails_beside_others(
+def test_a_shape_that_fails_alone_also_fails_in_a_batch(
     neighbours_of: NeighboursOf, family: str, change: Change
 ) -> None:
     neighbours = neighbours_of(family)
@@ -153,7 +153,7 @@ def test_a_shape_that_fails_alone_fails_beside_others(
     assert "could not be encoded" in error
 
 
-def test_an_image_size_that_fails_alone_fails_beside_others(neighbours_of: NeighboursOf) -> None:
+def test_an_image_size_that_fails_alone_also_fails_in_a_batch(neighbours_of: NeighboursOf) -> None:
     """The same through the front door: Gemma's images take 16 tokens, whatever their size."""
     neighbours = neighbours_of("gemma3")
     options = {"mm_processor_kwargs": {"size": {"height": 56, "width": 56}}}

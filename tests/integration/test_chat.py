@@ -144,7 +144,7 @@ def test_a_chat_is_the_prompt_that_its_template_makes(llava: LLM) -> None:
     assert output.num_encoder_hits == 1
 
 
-def test_many_conversations_fail_alone(llava: LLM) -> None:
+def test_each_of_many_conversations_fails_alone(llava: LLM) -> None:
     conversations = [
         ask("one", seed=1),
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}],
@@ -204,7 +204,7 @@ def test_a_streamed_answer_is_the_returned_one(llava: LLM, n: int, stop: tuple[s
     assert_nothing_is_left(llava)
 
 
-def test_a_stream_gives_news_after_every_token(llava: LLM) -> None:
+def test_a_stream_yields_a_delta_after_every_token(llava: LLM) -> None:
     entries = list(llava.stream("hello", replace(SAMPLED, max_tokens=5)))
     assert [len(entry.deltas[0].token_ids) for entry in entries] == [1] * 5
     assert [entry.final is not None for entry in entries] == [False] * 4 + [True]
@@ -240,7 +240,7 @@ def test_streams_and_calls_may_be_interleaved(llava: LLM) -> None:
     assert_nothing_is_left(llava)
 
 
-def test_what_is_wrong_with_a_streamed_prompt_is_raised(llava: LLM) -> None:
+def test_errors_in_a_streamed_prompt_are_raised(llava: LLM) -> None:
     with pytest.raises(RequestError, match="messages: must not be empty"):
         next(llava.stream_chat([[]], PARAMS))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="one conversation can be streamed, not 2"):
@@ -268,7 +268,7 @@ def test_a_stream_that_fails_raises_and_leaves_nothing(
     assert_nothing_is_left(llava)
 
 
-def test_a_stream_ends_when_an_interruption_took_its_request(llava: LLM) -> None:
+def test_a_stream_ends_when_an_interruption_ended_its_request(llava: LLM) -> None:
     first, second = (llava.stream("hello", replace(SAMPLED, max_tokens=50)) for _ in range(2))
     next(first), next(second)
     launch = llava.core.runner.launch
@@ -331,7 +331,7 @@ def test_a_picture_may_be_the_path_of_its_file(
         ({"type": "image_url", "image_url": {"url": "/etc/hostname"}}, "media URLs start with"),
     ],
 )
-def test_a_path_that_is_none_is_an_error_of_its_part(
+def test_an_invalid_path_is_an_error_of_its_part(
     llava: LLM, part: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(RequestError, match=re.escape(reason)) as raised:

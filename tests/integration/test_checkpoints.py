@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(directory: Path)
     assert "GiB are free. What helps: a smaller model" in message
 
 
-def test_the_plan_is_a_part_of_the_config(tiny_model: TinyModel) -> None:
+def test_the_memory_plan_is_a_part_of_the_config(tiny_model: TinyModel) -> None:
     directory = tiny_model("llava")
     llm = LLM(directory, max_model_len=64, kv_cache_memory_bytes=1_000_000)
     memory = llm.config.memory
@@ -149,7 +149,7 @@ def test_code_for_a_class_that_transformers_lacks_has_to_be_trusted(directory: P
         LLM(directory)
 
 
-def test_code_that_is_not_needed_is_left_alone(directory: Path, tiny_model: TinyModel) -> None:
+def test_code_that_is_not_needed_is_not_run(directory: Path, tiny_model: TinyModel) -> None:
     change_config(directory, auto_map={"AutoModelForCausalLM": "absent.LlamaForCausalLM"})
     assert generate(directory) == generate(tiny_model("llama"))
 

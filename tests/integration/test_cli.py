@@ -61,7 +61,7 @@ def test_flags_are_sampling_parameters_and_every_answer_is_printed(
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
 
 
-def test_a_bad_value_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_value_is_reported_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit, match="sensorium: min_p: must be a number"):
         run(monkeypatch, "/nowhere", "hello", "--min-p=2")
 
@@ -197,7 +197,7 @@ def get_text(llm: Any, messages: list[dict[str, Any]], params: SamplingParams) -
         ("chat", ["hello", "--top-p=7"], "sensorium: top_p: must be"),
     ],
 )
-def test_an_error_is_told_before_the_model_is_loaded(
+def test_an_error_is_reported_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch, command: str, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
@@ -236,7 +236,7 @@ class InterruptedLLM:
         yield RequestDelta(request_id="r", deltas=(), final=output)
 
 
-def test_an_interrupted_answer_is_forgotten_and_the_conversation_goes_on(
+def test_an_interrupted_answer_is_dropped_and_the_conversation_continues(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     llm = InterruptedLLM()

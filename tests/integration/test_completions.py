@@ -98,7 +98,7 @@ def test_more_completions_than_seats_and_prompts_of_all_kinds(tiny_model: TinyMo
     assert_nothing_is_left(llm)
 
 
-def test_stop_strings_end_each_completion_for_itself(llm: LLM) -> None:
+def test_stop_strings_end_each_completion_separately(llm: LLM) -> None:
     params = replace(SAMPLED, n=6, max_tokens=30)
     free = generate(llm, PROMPT, params)
     stop = next(c for c in free.outputs[0].text[3:] if c.isascii() and c.isprintable())

@@ -101,7 +101,7 @@ def test_concurrent_requests_fail_together_on_a_broken_image(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_what_lands_between_a_look_and_the_join_is_not_processed_again(
+def test_an_item_cached_between_the_lookup_and_the_join_is_not_processed_again(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     """The other request runs as a whole after our look into the cache, which found nothing."""
@@ -128,7 +128,7 @@ def test_what_lands_between_a_look_and_the_join_is_not_processed_again(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_what_is_evicted_between_the_two_looks_is_processed_again(
+def test_an_item_evicted_between_the_two_lookups_is_processed_again(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())

@@ -46,7 +46,7 @@ def build(tiny_model: Callable[[str], str]) -> Iterator[Build]:
     shutil.rmtree(folder)
 
 
-def test_a_core_says_what_was_resolved(build: Build) -> None:
+def test_a_core_reports_the_resolved_settings(build: Build) -> None:
     info = build("qwen2_vl", served_model_name=("tiny",))
     rows = dict(info.description)
     assert rows["family"] == "Qwen2-VL"
@@ -59,11 +59,11 @@ def test_a_core_says_what_was_resolved(build: Build) -> None:
     assert info.epoch is not None
 
 
-def test_without_a_mirror_there_is_no_epoch(build: Build) -> None:
+def test_a_core_without_a_mirrored_cache_has_no_epoch(build: Build) -> None:
     assert build("llama", media=MediaOptions(mm_processor_cache_gb=0)).epoch is None
 
 
-def test_the_models_own_defaults_may_be_left_aside(build: Build) -> None:
+def test_the_models_own_defaults_may_be_ignored(build: Build) -> None:
     own, none = (
         build("llama").defaults,
         build("llama", engine={"generation_config": "none"}).defaults,
@@ -75,13 +75,13 @@ def test_the_models_own_defaults_may_be_left_aside(build: Build) -> None:
 def test_a_model_of_an_unknown_family_is_tried_first(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(builder, "ADAPTERS", {})
+    monkeypatch.setattr(builder, "KNOWN_MODELS", {})
     caplog.set_level(logging.INFO, "sensorium.engine.assembly.trial")
     build("qwen2_vl", media=MediaOptions(mm_processor_pool_size=1))
     assert "trial of text with image" in caplog.text
 
 
-def test_what_can_not_be_loaded_is_the_models_fault(tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_loaded_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     start = StartCore(
         options=ServeOptions(loading=LoadingOptions(model=str(tmp_path))), socket_dir="/", life=1

@@ -55,7 +55,7 @@ def test_small_files_that_ask_for_much_memory_do_not_get_it(report: Any) -> None
     grown_mb = {name: bomb["grown_mb"] for name, bomb in bombs.items()}
     assert sum(grown_mb.values()) < 60, grown_mb
     outcomes = {name: bomb["outcome"] for name, bomb in bombs.items()}
-    assert outcomes.pop("mp3 cover") == ""  # the sound is good, and nobody looks at its cover
+    assert outcomes.pop("mp3 cover") == ""  # the audio is good, and its cover is never read
     for name in ("png note", "png profile", "webm"):
         assert "truncated or damaged" in outcomes.pop(name)
     outcomes.pop("avif", None)  # its own library may refuse it first

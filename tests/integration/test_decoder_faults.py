@@ -56,7 +56,7 @@ def ask(server: ServerProcess, audio: bytes) -> httpx.Response:
     )
 
 
-def test_a_bug_of_ours_is_a_500_and_in_the_log(server: ServerProcess) -> None:
+def test_a_bug_in_decoding_is_a_500_and_logged(server: ServerProcess) -> None:
     answer = ask(server, SOUND + MARK)
     assert answer.status_code == 500, answer.text
     assert "imagined" not in answer.text

@@ -63,7 +63,7 @@ def omni_renderer(
 def sparse_pair(
     request: pytest.FixtureRequest, tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, ServerProcess, ServerProcess]]:
-    """Models whose items have text among their embeddings."""
+    """Models that have text among the embeddings of their items."""
     model = tiny_model(request.param)
     bare = copy_without_weights(model, tmp_path_factory.mktemp("render"))
     with (
@@ -95,7 +95,7 @@ def test_two_servers_answer_as_one(
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=str)
-def test_sparse_placeholders_survive_the_way(
+def test_sparse_placeholders_survive_the_transfer(
     sparse_pair: tuple[str, ServerProcess, ServerProcess], route: Route
 ) -> None:
     family, renderer, server = sparse_pair
@@ -105,7 +105,7 @@ def test_sparse_placeholders_survive_the_way(
 
 
 @pytest.mark.parametrize("is_msgpack", [False, True])
-def test_what_was_sent_once_needs_no_pixels_again(
+def test_media_that_was_sent_once_needs_no_pixels_again(
     omni_renderer: ServerProcess, omni_server: ServerProcess, is_msgpack: bool
 ) -> None:
     body = make_body(make_conversations(seed=8 + is_msgpack)["mixed"])

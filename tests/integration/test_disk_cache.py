@@ -84,7 +84,7 @@ def test_weights_are_recognised_by_their_files(tmp_path: Path) -> None:
     assert get_weights_identity(own) != before
 
 
-def test_a_stricter_limit_holds_for_known_media_too(llava: str, tmp_path: Path) -> None:
+def test_a_stricter_limit_also_holds_for_cached_media(llava: str, tmp_path: Path) -> None:
     prompt = make_prompt(make_new_png())
     with make_llm(llava, mm_disk_cache=tmp_path) as llm:
         run(llm, prompt)
@@ -222,7 +222,7 @@ def test_entries_that_make_no_sense_are_processed_again(
         assert run(llm, prompt) == (expected, num_encoded, num_loaded + 1), "it is there again"
 
 
-def test_a_render_of_tensors_never_sends_what_only_this_engine_understands(
+def test_a_rendered_prompt_has_pixels_even_if_the_cache_has_encoder_outputs(
     llava: str, tmp_path: Path
 ) -> None:
     prompt = make_prompt(make_new_png())

@@ -67,14 +67,14 @@ def process_media(pipeline: MediaPipeline, item: MediaItem) -> CachedItem:
 
 
 @pytest.mark.parametrize("cache_type", [pytest.param("lru", marks=pytest.mark.slow), "shm"])
-def test_items_go_to_the_pool_as_soon_as_it_is_there_and_are_the_same_ones(
+def test_items_go_to_the_pool_once_it_is_ready_and_stay_the_same(
     tiny_model: Callable[[str], str], cache_type: str
 ) -> None:
     with media_with(tiny_model("llava"), cache_type=cache_type) as (media_parts, pool):
         item, rendered = make_item(), make_item()
         assert not process_media(media_parts.pipeline, item).handle.is_hit
         early = read_tensors(process_media(media_parts.readonly, rendered))
-        assert pool.get_process_ids() == []  # nobody has started it
+        assert pool.get_process_ids() == []  # it was not started
         assert pool.wait_until_ready(READY_S)
         assert pool.statistics().num_done == 0  # its own dummies are no jobs
         assert process_media(media_parts.pipeline, item).handle.is_hit
@@ -92,7 +92,7 @@ def read_tensors(processed: CachedItem) -> dict[str, Any]:
     return {name: tensor.numpy().copy() for name, tensor in processed.handle.kwargs.items()}
 
 
-def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) -> None:
+def test_limits_hold_before_the_pool_is_ready(tiny_model: Callable[[str], str]) -> None:
     with media_with(tiny_model("llava"), cache_type="lru") as (media_parts, _):
         damaged = MediaItem(
             path=("multi_modal_data", "image", 0),
@@ -105,10 +105,10 @@ def test_limits_hold_before_the_pool_is_there(tiny_model: Callable[[str], str]) 
             process_media(media_parts.pipeline, damaged)
 
 
-def test_a_pool_that_can_not_start_is_told_as_before(
+def test_a_pool_that_can_not_start_is_reported(
     tiny_model: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing goes on in this process as if it were meant to."""
+    """Media is not processed in this process instead."""
     monkeypatch.setattr("sensorium.engine.assembly.frontend._HANDLER", "json:no_such_factory")
     with media_with(tiny_model("llava"), cache_type="lru") as (media_parts, pool):
         with pytest.raises(CapacityError):

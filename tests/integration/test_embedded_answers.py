@@ -49,7 +49,9 @@ def ask_all(client: OpenAI, cases: Sequence[dict[str, Any]]) -> list[tuple[str, 
 @pytest.mark.parametrize(
     "step", [pytest.param(3, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 )
-def test_all_are_answered_right_cold_and_from_caches(server: ServerProcess, step: int) -> None:
+def test_all_cases_are_answered_right_cold_and_from_caches(
+    server: ServerProcess, step: int
+) -> None:
     kinds = ("picture", "video", "sound")
     assert len(CASES) == 30
     cases = CASES[::step]

@@ -126,7 +126,7 @@ def put_below(directory: Path) -> None:
             "llava", drop("processor_config.json"), COMMANDS, "has no processor", id="processor"
         ),
         pytest.param(
-            "wav2vec2", drop("preprocessor_config.json"), COMMANDS, "no processor", id="recogniser"
+            "wav2vec2", drop("preprocessor_config.json"), COMMANDS, "no processor", id="ctc"
         ),
         pytest.param(
             "llama",
@@ -160,14 +160,14 @@ def test_each_command_names_the_fault_without_torch(
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "no id", "owner--name", "a/b/c", "model.gguf"])
-def test_each_command_refuses_a_name_that_can_be_none(name: str) -> None:
+def test_each_command_refuses_an_impossible_model_name(name: str) -> None:
     results = run(*(make_command(command, name) for command in COMMANDS))
     assert all(result.startswith("sensorium: ") for result in results), results
     (said,) = {result.partition(". A single word")[0] for result in results}
     assert repr(name) in said
 
 
-def test_each_command_refuses_a_context_that_the_model_has_not(tiny_model: TinyModel) -> None:
+def test_each_command_refuses_a_context_beyond_the_models(tiny_model: TinyModel) -> None:
     flags = ("--max-model-len", "8193")
     results = run(
         *(make_command(each, tiny_model("llava"), *flags) for each in _HAVE_CONTEXT),
@@ -188,12 +188,12 @@ def test_a_model_that_does_not_translate_is_named(tiny_model: TinyModel) -> None
     assert other.startswith("imported ")
 
 
-def test_each_command_goes_on_with_a_model_that_has_no_fault(tiny_model: TinyModel) -> None:
+def test_each_command_continues_with_a_model_that_has_no_fault(tiny_model: TinyModel) -> None:
     """The control of the tests above: without a fault, heavy imports are what comes next."""
     commands = ("deploy", "chat", "generate", "transcribe", "models")  # others start processes
     results = run(*(make_command(command, tiny_model("llava")) for command in commands))
-    told = [result for result in results if not result.startswith("imported ")]
-    assert all("needs Ray" in result for result in told), results
+    others = [result for result in results if not result.startswith("imported ")]
+    assert all("needs Ray" in result for result in others), results
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(
@@ -210,7 +210,7 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(
 
 
 @pytest.mark.parametrize(("family", "part"), [("llama", "up_proj"), ("llava", "vision_tower")])
-def test_a_tensor_with_values_that_are_no_numbers_is_named(
+def test_a_tensor_with_nan_values_is_named(
     tiny_model: TinyModel, tmp_path: Path, family: str, part: str
 ) -> None:
     directory = shutil.copytree(tiny_model(family), tmp_path / "model")

@@ -1,6 +1,6 @@
 """More than a thousand malformed features over HTTP are refused with their fields.
 
-The engine goes on as if nothing had been.
+The engine continues unaffected.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _has_bytes(body: Any) -> bool:
     ("divisor", "least"),
     [pytest.param(2, 500, id="some"), pytest.param(1, 1000, id="all", marks=pytest.mark.slow)],
 )
-def test_no_malformed_features_harm_anybody(
+def test_malformed_features_are_refused_and_affect_no_other_request(
     omni_server: ServerProcess, omni_llm: LLM, divisor: int, least: int
 ) -> None:
     image, audio, video = make_image_part(801), make_audio_part(801), make_video_part(801)

@@ -59,7 +59,7 @@ class Count:
 
 @pytest.mark.parametrize("is_msgpack", [False, True])
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_what_was_rendered_elsewhere_is_answered_as_the_conversation_is(
+def test_a_request_rendered_elsewhere_is_answered_like_its_conversation(
     omni_server: ServerProcess, client: OpenAI, omni_llm: LLM, name: str, is_msgpack: bool
 ) -> None:
     body = render(omni_llm, CONVERSATIONS[name], rename=lambda own: f"{own[:32]}-{is_msgpack}")
@@ -97,7 +97,7 @@ def test_an_answer_is_msgpack_where_the_client_asks(omni_server: ServerProcess) 
     assert packed.headers["content-type"] == "application/x-msgpack"
     (choice,) = msgspec.msgpack.decode(packed.content)["choices"]
     assert choice["token_ids"] == plain.json()["choices"][0]["token_ids"]
-    assert len(choice["token_ids"]) == 16  # where nobody says how many
+    assert len(choice["token_ids"]) == 16  # the default, where the request has no max_tokens
 
 
 def test_a_stream_has_the_same_tokens_then_usage(omni_server: ServerProcess, omni_llm: LLM) -> None:
@@ -128,7 +128,7 @@ def test_a_stop_string_ends_a_request_that_never_shows_text(
     assert tuple(choice["token_ids"]) == expected.token_ids[: len(choice["token_ids"])]
 
 
-def test_media_may_be_the_servers_own_to_load(
+def test_media_may_come_as_parts_that_the_server_loads(
     omni_server: ServerProcess, client: OpenAI, omni_llm: LLM
 ) -> None:
     """One marker token for each part, and what a part is called is what chats call it."""
@@ -161,7 +161,7 @@ def _shrink(token_ids: list[int], token_id: int) -> list[int]:
     return [own for previous, own in pairs if own != token_id or previous != token_id]
 
 
-def test_what_is_said_to_be_cached_and_is_not_is_listed_as_it_was_written(
+def test_missing_items_are_listed_by_the_hashes_of_the_request(
     omni_server: ServerProcess, omni_llm: LLM
 ) -> None:
     names = iter(["my own/ä", "second", "third"])
@@ -175,7 +175,7 @@ def test_what_is_said_to_be_cached_and_is_not_is_listed_as_it_was_written(
     assert post(omni_server, body).json()["error"]["missing"] == ["second"]
 
 
-def test_hashes_of_others_stay_apart_from_our_own(
+def test_hashes_from_clients_are_separate_from_the_servers_own(
     omni_server: ServerProcess, client: OpenAI, omni_llm: LLM
 ) -> None:
     """A true name does not help, in either direction, and a wrong item harms no other client."""
@@ -196,7 +196,7 @@ def test_hashes_of_others_stay_apart_from_our_own(
     assert post(omni_server, without_items(body)).status_code == 409  # though the chat has it
 
 
-def test_tensors_that_come_count_whatever_others_have_sent_under_their_hash(
+def test_a_requests_own_tensors_are_used_whatever_its_hash_stood_for(
     omni_server: ServerProcess, client: OpenAI, omni_llm: LLM
 ) -> None:
     question, other = ask(make_image_part(713), "Well?"), ask(make_image_part(714), "Well?")
@@ -208,7 +208,7 @@ def test_tensors_that_come_count_whatever_others_have_sent_under_their_hash(
     assert generate(omni_server, without_items(honest)) == theirs  # alone, it is the first one's
 
 
-def test_names_are_known_within_their_salt(omni_server: ServerProcess, omni_llm: LLM) -> None:
+def test_hashes_are_found_only_within_their_salt(omni_server: ServerProcess, omni_llm: LLM) -> None:
     body = render(omni_llm, ask(make_image_part(721)), rename=lambda _: "salted")
     assert post(omni_server, {**body, "cache_salt": "alice"}).status_code == 200
     again = without_items(body)
@@ -232,7 +232,7 @@ def test_a_trusted_item_serves_later_chats(
             assert count.get() == (1 + number, number)
 
 
-def test_a_trusting_server_knows_what_chats_have_sent(
+def test_a_trusting_server_finds_items_that_chats_have_sent(
     trusting_server: ServerProcess, omni_llm: LLM
 ) -> None:
     question = ask(make_image_part(741), "Well?")
@@ -242,7 +242,7 @@ def test_a_trusting_server_knows_what_chats_have_sent(
     assert generate(trusting_server, body) == expected
 
 
-def test_an_item_without_a_layout_serves_rendered_prompts_alone(
+def test_an_item_without_a_layout_serves_only_rendered_prompts(
     trusting_server: ServerProcess, omni_llm: LLM
 ) -> None:
     question = ask(make_image_part(751), "Well?")
@@ -274,7 +274,7 @@ def test_an_encoder_that_refuses_an_item_refuses_it_alone(
     assert generate(omni_server, without_items(body)) == expected
 
 
-def test_a_name_that_stood_for_another_item_fails_alone(
+def test_a_hash_that_stood_for_another_item_fails_alone(
     trusting_server: ServerProcess, omni_llm: LLM
 ) -> None:
     """Its encoder output outlives its tensors."""
@@ -324,7 +324,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
         "unknown",
     ),
     "a part of nothing": ({"content_parts": [{"type": "image"}]}, "content_parts[0]", "neither"),
-    "parts beside features": (
+    "parts and features": (
         {
             "content_parts": [{"type": "image", "url": "data:,x"}],
             "features": {"mm_hashes": {}, "mm_placeholders": {}},

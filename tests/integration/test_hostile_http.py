@@ -104,7 +104,7 @@ def test_a_redirect_is_checked_like_the_first_address(
     loader.close()
 
 
-def test_a_redirect_without_a_place_is_refused(
+def test_a_redirect_without_a_location_is_refused(
     server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/", reply(301))
@@ -122,7 +122,9 @@ def test_a_redirect_out_of_the_allowed_domains_is_refused(
     assert network.looked_up == [HOST]
 
 
-def test_redirects_end(server: MediaServer, make_loader: Callable[..., BlockingLoader]) -> None:
+def test_a_chain_of_redirects_ends(
+    server: MediaServer, make_loader: Callable[..., BlockingLoader]
+) -> None:
     server.on("/", reply(302, Location="/"))
     assert "more than 3 redirects" in refuse(make_loader(max_redirects=3))
     assert len(server.visits) == 4
@@ -163,7 +165,9 @@ def test_as_many_redirects_as_allowed_are_followed(
         "http://missing.example/",
     ],
 )
-def test_no_connection_is_made_to_what_is_not_public(server: MediaServer, url: str) -> None:
+def test_no_connection_is_made_to_addresses_that_are_not_public(
+    server: MediaServer, url: str
+) -> None:
     names = {
         "inside.example": [["192.168.0.1"]],
         "half.example": [[PUBLIC, "127.0.0.1"]],
@@ -178,7 +182,7 @@ def test_no_connection_is_made_to_what_is_not_public(server: MediaServer, url: s
     loader.close()
 
 
-def test_names_that_change_their_answer_are_connected_to_as_they_were_checked(
+def test_names_with_changing_addresses_are_connected_to_as_checked(
     server: MediaServer,
 ) -> None:
     """Each connection looks the name up once: there is no second answer to be fooled by."""
@@ -275,7 +279,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("what", ENDLESS)
-def test_what_has_no_end_is_cut_off(
+def test_endless_answers_are_cut_off(
     server: MediaServer, make_loader: Callable[..., BlockingLoader], what: str
 ) -> None:
     behaviour, text = ENDLESS[what]
@@ -302,7 +306,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("what", SLOW)
-def test_what_comes_too_slowly_is_given_up_at_the_deadline(
+def test_slow_answers_are_given_up_at_the_deadline(
     server: MediaServer, make_loader: Callable[..., BlockingLoader], what: str
 ) -> None:
     server.on("/", SLOW[what])
@@ -415,7 +419,7 @@ def test_the_cap_is_exact_when_no_length_is_stated(
         assert len(loader.load(f"http://{HOST}/", "image").data) == 100
 
 
-def test_tls_with_a_port_that_speaks_none_is_refused(
+def test_https_to_a_port_without_tls_is_refused(
     server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.greeting = say(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -423,7 +427,7 @@ def test_tls_with_a_port_that_speaks_none_is_refused(
     assert text == f"media from {HOST}: the TLS handshake with the host failed"
 
 
-def test_a_host_that_nobody_listens_at_is_refused(server: MediaServer) -> None:
+def test_a_host_without_a_listener_is_refused(server: MediaServer) -> None:
     network = Network(server, {HOST: [[PUBLIC]]})
 
     async def fail(*_: object) -> None:
@@ -435,7 +439,7 @@ def test_a_host_that_nobody_listens_at_is_refused(server: MediaServer) -> None:
     loader.close()
 
 
-def test_bad_neighbours_do_not_spoil_a_good_item(
+def test_bad_items_do_not_affect_a_good_one(
     server: MediaServer, make_loader: Callable[..., BlockingLoader]
 ) -> None:
     server.on("/slow", SLOW["body"])

@@ -74,7 +74,7 @@ def run(
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "it/s" not in result.stderr  # no bar where nobody looks
+    assert "it/s" not in result.stderr  # no bar without a terminal
     answer = json.loads(result.stdout)
     return answer["results"], answer["pauses"]
 
@@ -86,7 +86,7 @@ def run(
         pytest.param({"HF_ENDPOINT": _NOWHERE}, id="unreachable"),
     ],
 )
-def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
+def test_a_cached_model_needs_no_network_and_a_missing_one_is_a_one_line_error(
     home: Path, variables: dict[str, str]
 ) -> None:
     calls: list[dict[str, object]] = [
@@ -115,7 +115,7 @@ def test_what_is_cached_needs_no_network_and_what_is_not_is_told_in_a_sentence(
 
 
 @pytest.mark.slow
-def test_a_long_load_shows_a_bar_on_a_terminal_unless_that_is_not_wanted(
+def test_a_long_load_shows_a_progress_bar_on_a_terminal_unless_disabled(
     tiny_model: TinyModel,
 ) -> None:
     script = (

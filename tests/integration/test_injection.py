@@ -135,7 +135,7 @@ def test_injected_items_serve_rendered_prompts(
 
 
 @pytest.mark.parametrize("cache_type", ALL_TYPES)
-def test_items_that_are_said_to_be_cached_and_are_not_are_listed(
+def test_missing_items_that_a_prompt_calls_cached_are_listed(
     llm_of: LlmOf, cache_type: str
 ) -> None:
     llm = llm_of(cache_type)
@@ -152,7 +152,7 @@ def test_items_that_are_said_to_be_cached_and_are_not_are_listed(
 
 @pytest.mark.parametrize("as_mapping", [False, True])
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_a_later_chat_hits_what_was_injected_with_its_layout(
+def test_a_later_chat_hits_an_item_injected_with_its_layout(
     llm_of: LlmOf,
     monkeypatch: pytest.MonkeyPatch,
     cache_type: str,
@@ -173,7 +173,7 @@ def test_a_later_chat_hits_what_was_injected_with_its_layout(
 
 @pytest.mark.parametrize("way", ["injected", "rendered"])
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_a_later_chat_processes_what_came_without_its_layout_once(
+def test_a_later_chat_processes_an_item_injected_without_layout_once(
     llm_of: LlmOf,
     monkeypatch: pytest.MonkeyPatch,
     cache_type: str,
@@ -290,7 +290,7 @@ def insert_kwargs(value: Any, kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("name", [*GARBAGE, *QUIET])
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_garbage_does_no_harm(
+def test_malformed_items_are_not_injected(
     llm_of: LlmOf,
     caplog: pytest.LogCaptureFixture,
     picture: tuple[bytes, Rendered],
@@ -311,7 +311,7 @@ def test_garbage_does_no_harm(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_a_bad_item_does_not_keep_its_neighbours_out(
+def test_a_bad_item_does_not_keep_good_ones_out(
     llm_of: LlmOf, cache_type: str, picture: tuple[bytes, Rendered]
 ) -> None:
     llm, (data, rendered) = llm_of(cache_type), picture
@@ -330,7 +330,7 @@ def test_a_bad_item_does_not_keep_its_neighbours_out(
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_no_numbers_fail_alone(
+def test_values_that_are_not_finite_fail_alone(
     llm_of: LlmOf, cache_type: str, value: float, picture: tuple[bytes, Rendered]
 ) -> None:
     llm, (data, rendered) = llm_of(cache_type), picture
@@ -344,7 +344,7 @@ def test_values_that_are_no_numbers_fail_alone(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_those_who_only_look_may_bring_rendered_prompts(
+def test_readonly_requests_may_have_rendered_prompts(
     llm_of: LlmOf, cache_type: str, picture: tuple[bytes, Rendered]
 ) -> None:
     llm, (_, rendered) = llm_of(cache_type), picture
@@ -383,7 +383,7 @@ def test_fewer_placeholders_than_embeddings_are_refused(
 def test_fewer_placeholders_than_a_cached_item_has_fail_alone(
     llm_of: LlmOf, picture: tuple[bytes, Rendered], is_encoded: bool
 ) -> None:
-    """Without a layout only the encoder knows how many there are; it may have run already."""
+    """Without a layout their number is found by the encoder, which may have run already."""
     llm, (data, rendered), mm_hash = llm_of("lru"), picture, make_hash()
     inject(llm, mm_hash, rendered.kwargs[0])
     if is_encoded:

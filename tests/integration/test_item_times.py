@@ -48,9 +48,7 @@ def get_all_stages(output: RequestOutput) -> list[list[str]]:
 
 
 @with_caches
-def test_an_item_that_a_cache_has_was_only_fetched_and_named(
-    llm_of: LlmOf, cache_type: str
-) -> None:
+def test_a_cached_item_was_only_fetched_and_hashed(llm_of: LlmOf, cache_type: str) -> None:
     llm, data, image = llm_of(cache_type), make_new_png(), make_new_image()
     prompt = make_prompt(data, image)
     assert get_all_stages(run(llm, prompt)) == [
@@ -60,7 +58,7 @@ def test_an_item_that_a_cache_has_was_only_fetched_and_named(
     assert get_all_stages(run(llm, prompt)) == [["fetch", "hash"], ["hash"]]
 
 
-def test_a_uuid_spares_the_fetch(llm_of: LlmOf) -> None:
+def test_a_uuid_avoids_the_fetch(llm_of: LlmOf) -> None:
     llm, data = llm_of("lru"), make_new_png()
     run(llm, make_uuid_prompt(data, "times"))
     assert get_all_stages(run(llm, make_uuid_prompt(None, "times"))) == [["hash"]]
@@ -69,7 +67,7 @@ def test_a_uuid_spares_the_fetch(llm_of: LlmOf) -> None:
 
 
 @with_caches
-def test_who_joins_another_request_waits_and_does_not_process(
+def test_a_request_that_joins_another_waits_and_does_not_process(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm, data = llm_of(cache_type), make_new_png()
@@ -85,7 +83,7 @@ def test_who_joins_another_request_waits_and_does_not_process(
 
 
 @pytest.mark.parametrize("cache_type", ["lru", pytest.param("shm", marks=pytest.mark.slow)])
-def test_the_processes_of_a_pool_tell_how_long_they_took(
+def test_pool_workers_report_how_long_they_took(
     tiny_model: Callable[[str], str], cache_type: str
 ) -> None:
     options = {**OPTIONS[cache_type], "mm_processor_pool_size": 1}
@@ -95,7 +93,7 @@ def test_the_processes_of_a_pool_tell_how_long_they_took(
     assert all(item.times["process"] > 0 for item in output.mm_items)
 
 
-def test_what_had_to_be_perceived_again_counts(llm_of: LlmOf) -> None:
+def test_processing_an_item_again_counts(llm_of: LlmOf) -> None:
     llm, prompt = llm_of("lru"), make_prompt(make_new_png())
     run(llm, prompt)
     forget_outputs(llm)
@@ -110,7 +108,7 @@ def test_what_had_to_be_perceived_again_counts(llm_of: LlmOf) -> None:
     assert outputs[0].stages["transfer"] >= 0
 
 
-def test_an_output_says_when_its_request_ran_and_which_items_were_encoded_before(
+def test_an_output_has_the_times_of_its_request_and_the_cached_encodings(
     llm_of: LlmOf,
 ) -> None:
     llm, known, new = llm_of("lru"), make_new_png(), make_new_png()

@@ -83,7 +83,7 @@ def _draw_sizes(seed: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
-def test_layouts_of_sizes_are_those_of_pixels(
+def test_layouts_from_sizes_equal_those_from_pixels(
     family: str, tiny_model: Callable[[str], str]
 ) -> None:
     path = tiny_model(family)
@@ -104,7 +104,7 @@ def test_layouts_of_sizes_are_those_of_pixels(
     assert len(kinds) > 1 or family in ("gemma3", "llava")  # the others' layouts follow the size
 
 
-def test_every_family_with_images_is_known(tiny_model: Callable[[str], str]) -> None:
+def test_every_family_with_images_has_layouts_from_sizes(tiny_model: Callable[[str], str]) -> None:
     from make_tiny_models import FAMILIES
 
     for family in FAMILIES:
@@ -158,7 +158,7 @@ def test_other_formats_need_a_decode(kind: str) -> None:
     assert read_image_size(buffer.getvalue(), limits=_LIMITS) is None
 
 
-def test_what_is_no_image_is_refused_by_its_header() -> None:
+def test_a_file_that_is_no_image_is_refused_by_its_header() -> None:
     for data in (b"", os.urandom(100), b"\x89PNG\r\n\x1a\n", _write((30, 50))[:20]):
         with pytest.raises(RequestError):
             read_image_size(data, limits=_LIMITS)

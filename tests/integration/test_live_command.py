@@ -39,7 +39,7 @@ def start(*arguments: str, key: str = KEY) -> subprocess.Popen[bytes]:
     )
 
 
-def test_words_are_printed_while_more_is_said(server: ServerProcess) -> None:
+def test_words_are_printed_while_speech_continues(server: ServerProcess) -> None:
     process = start("-", "--url", server.get_url())
     assert process.stdin is not None
     assert process.stdout is not None
@@ -102,7 +102,7 @@ def test_an_interruption_ends_the_session(server: ServerProcess) -> None:
     wait_until(lambda: server.get_metrics()[active] == 0, "the session has ended")
 
 
-def test_a_server_that_refuses_is_quoted(server: ServerProcess) -> None:
+def test_the_refusal_of_a_server_is_quoted(server: ServerProcess) -> None:
     process = start("-", "--url", server.get_url(), key="wrong")
     _, errors = process.communicate(b"", timeout=TIMEOUT_S)
     assert process.returncode == 1

@@ -151,7 +151,7 @@ def test_log_probabilities_belong_to_the_tokens(llama: LLM) -> None:
         assert completion.cumulative_logprob == pytest.approx(sum(chosen))
 
 
-def test_salts_keep_the_caches_of_tenants_apart(llava: LLM) -> None:
+def test_salts_separate_the_caches_of_tenants(llava: LLM) -> None:
     prompt = make_prompt("llava", make_image(60, 60, seed=80), text=make_text(20, seed=80))
     outputs = [
         llava.generate({**prompt, **salt}, PARAMS, use_tqdm=False)[0]

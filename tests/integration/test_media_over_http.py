@@ -71,7 +71,7 @@ def head_of(visit: Visit) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in lines[1:] if line) | {"": lines[0]}
 
 
-def test_a_request_says_no_more_than_it_must(
+def test_a_request_sends_only_the_necessary_headers(
     server: MediaServer,
     network: Network,
     loader: BlockingLoader,
@@ -112,7 +112,7 @@ def test_a_request_says_no_more_than_it_must(
         ("application/pdf", "image", False),
     ],
 )
-def test_types_are_taken_by_modality(
+def test_content_types_are_accepted_by_modality(
     server: MediaServer, loader: BlockingLoader, content_type: str, modality: str, is_taken: bool
 ) -> None:
     server.on("/", reply(200, b"picture", Content_Type=content_type))
@@ -138,7 +138,9 @@ def test_a_fresh_answer_is_reused_until_it_is_stale(
     assert statistics.loaded_bytes == {"http": 21}
 
 
-def test_a_kept_answer_is_no_other_modality(server: MediaServer, loader: BlockingLoader) -> None:
+def test_a_cached_answer_is_refused_for_another_modality(
+    server: MediaServer, loader: BlockingLoader
+) -> None:
     server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
     loader.load(URL, "image")
     with pytest.raises(MediaFetchError, match="is not that of audio"):
@@ -203,7 +205,7 @@ def test_a_changed_answer_replaces_the_old_one(server: MediaServer, loader: Bloc
         {"Cache_Control": "no-cache"},
     ],
 )
-def test_what_may_not_be_kept_is_asked_for_again(
+def test_answers_that_may_not_be_cached_are_fetched_again(
     server: MediaServer, loader: BlockingLoader, headers: dict[str, str]
 ) -> None:
     server.on("/", reply(200, b"picture", **headers))
@@ -213,7 +215,7 @@ def test_what_may_not_be_kept_is_asked_for_again(
     assert "If-None-Match" not in head_of(server.visits[1])
 
 
-def test_a_redirect_is_asked_again_but_its_target_is_kept(
+def test_a_redirect_is_fetched_again_but_its_target_is_cached(
     server: MediaServer, loader: BlockingLoader
 ) -> None:
     server.on("/", reply(302, Location="/target", Cache_Control="max-age=60"))
@@ -222,7 +224,7 @@ def test_a_redirect_is_asked_again_but_its_target_is_kept(
     assert [visit.head.split()[1] for visit in server.visits] == [b"/", b"/target", b"/"]
 
 
-def test_an_answer_above_the_capacity_is_not_kept(server: MediaServer, network: Network) -> None:
+def test_an_answer_above_the_capacity_is_not_cached(server: MediaServer, network: Network) -> None:
     server.on("/", reply(200, b"picture", Cache_Control="max-age=60"))
     loader = network.loader(response_cache_bytes=10)
     for _ in range(2):
@@ -261,7 +263,7 @@ class Crowd:
             self.results.append(error)
 
 
-def test_who_asks_at_the_same_time_shares_one_fetch(
+def test_requests_at_the_same_time_share_one_fetch(
     server: MediaServer, loader: BlockingLoader
 ) -> None:
     crowd = Crowd(loader, 8)
@@ -275,7 +277,7 @@ def test_who_asks_at_the_same_time_shares_one_fetch(
     assert len(server.visits) == 2
 
 
-def test_who_asks_at_the_same_time_shares_a_refusal_too(
+def test_requests_at_the_same_time_also_share_a_refusal(
     server: MediaServer, loader: BlockingLoader
 ) -> None:
     crowd = Crowd(loader, 4)
@@ -289,7 +291,7 @@ def test_who_asks_at_the_same_time_shares_a_refusal_too(
     assert loader.statistics().refusals == {"status": 4}
 
 
-def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
+def test_a_request_that_joined_late_is_not_cut_off_at_an_earlier_deadline(
     server: MediaServer, network: Network
 ) -> None:
     loader = network.loader(deadline_s=3.0)
@@ -305,7 +307,7 @@ def test_who_joined_late_is_not_cut_off_at_an_earlier_deadline(
     loader.close()
 
 
-def test_who_has_no_time_left_does_not_wait_for_anothers_fetch(
+def test_a_request_without_time_left_does_not_wait_for_a_shared_fetch(
     server: MediaServer, network: Network
 ) -> None:
     """It joined a flight that ended at an earlier deadline, and meets the next one there."""
@@ -338,7 +340,7 @@ def test_closing_gives_up_a_fetch_that_waits_for_its_host(
         assert isinstance(waiting.exception(WAIT_S), CapacityError)
 
 
-def test_items_of_one_call_are_loaded_side_by_side(
+def test_items_of_one_call_are_loaded_concurrently(
     server: MediaServer, loader: BlockingLoader
 ) -> None:
     """Each answer waits until all three have been asked for."""
@@ -410,7 +412,9 @@ def test_tls_is_checked_against_the_name_and_not_the_address(
     server.close()
 
 
-def test_a_fetch_that_nobody_waits_for_is_given_up(network: Network, server: MediaServer) -> None:
+def test_a_fetch_without_waiting_requests_is_cancelled(
+    network: Network, server: MediaServer
+) -> None:
     """Its turn is another's at once, and one who waits for the same URL asks again."""
     server.on("/silent", be_silent)
     server.on("/", reply(200, b"picture"))
@@ -477,7 +481,7 @@ def test_slow_fetches_of_a_request_hold_up_no_other_request(
 
 
 def test_the_items_of_a_request_have_one_deadline(network: Network, server: MediaServer) -> None:
-    """Also those whose turn never came; the text names the host that was waited for."""
+    """Items that were still queued fail with it; the text names the host that was waited for."""
     for index in range(20):
         server.on(f"/{index}", be_silent)
     loader = network.loader(deadline_s=3600.0, request_deadline_s=0.5)

@@ -83,7 +83,7 @@ def test_one_request_with_an_image_three_times_processes_it_once(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_a_second_look_without_an_engine_decodes_nothing(
+def test_a_second_readonly_request_decodes_nothing(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
@@ -105,7 +105,7 @@ def test_a_second_look_without_an_engine_decodes_nothing(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_a_look_without_an_engine_leaves_the_order_of_the_main_cache(
+def test_a_readonly_request_keeps_the_order_of_the_main_cache(
     llm_of: LlmOf, tiny_model: TinyModel, cache_type: str
 ) -> None:
     """Room for two: the first is the next to go, however often it is only looked at."""
@@ -129,7 +129,7 @@ def test_a_look_without_an_engine_leaves_the_order_of_the_main_cache(
         assert_idle(llm)
 
 
-def test_shared_memory_serves_the_main_cache_to_those_who_only_look(
+def test_readonly_requests_read_the_main_cache_in_shared_memory(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, prompt = llm_of("shm"), make_prompt(make_new_png())
@@ -160,7 +160,7 @@ def test_the_form_of_the_bytes_does_not_matter(
     assert queries.get() == (5, 4)
 
 
-def test_pixels_in_process_are_known_again_too(
+def test_pixels_in_process_also_hit_the_cache(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, image = llm_of("lru"), make_new_image()
@@ -250,7 +250,7 @@ def test_a_refusal_keeps_what_was_processed_and_holds_nothing(
     ],
     ids=str,
 )
-def test_what_would_take_all_memory_of_a_machine_is_refused(
+def test_media_that_would_take_all_memory_of_a_machine_is_refused(
     tiny_model: TinyModel, family: str, options: dict[str, Any]
 ) -> None:
     directory = tiny_model(family)
@@ -310,7 +310,7 @@ def test_options_for_every_item_are_checked_at_the_start(
         make_llm(tiny_model("llava"), **options)
 
 
-def test_a_closed_engine_says_so(tiny_model: Callable[[str], str]) -> None:
+def test_a_closed_engine_raises_a_clear_error(tiny_model: Callable[[str], str]) -> None:
     with make_llm(tiny_model("llama")) as llm:
         pass
     with pytest.raises(RequestError, match="this LLM is closed"):
@@ -319,7 +319,7 @@ def test_a_closed_engine_says_so(tiny_model: Callable[[str], str]) -> None:
         next(llm.stream("hello"))
 
 
-def test_an_address_that_may_not_be_asked_is_refused_with_its_kind(
+def test_a_forbidden_address_is_refused_with_its_error_type(
     tiny_model: Callable[[str], str],
 ) -> None:
     llm = make_llm(tiny_model("llava"))

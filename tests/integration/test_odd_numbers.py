@@ -36,7 +36,9 @@ TinyModel = Callable[[str], str]
     ],
     ids=str,
 )
-def test_they_mean_what_plain_numbers_mean(tiny_model: TinyModel, values: dict[str, Any]) -> None:
+def test_numbers_of_other_libraries_equal_plain_ones(
+    tiny_model: TinyModel, values: dict[str, Any]
+) -> None:
     odd = SamplingParams(**{"temperature": 1.0, "max_tokens": 6, "seed": 1, **values})
     for name in values:
         assert type(getattr(odd, name)) in (int, float, dict)
@@ -59,7 +61,7 @@ def test_they_mean_what_plain_numbers_mean(tiny_model: TinyModel, values: dict[s
     ],
     ids=["huge", "huge", "nan", "text", "half a character", "thousands of digits"],
 )
-def test_what_is_no_sensible_number_is_refused_by_name(name: str, value: Any) -> None:
+def test_invalid_numbers_are_refused_by_their_field(name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"{name}: must be"):
         SamplingParams(**{name: value})
 
@@ -74,7 +76,7 @@ def test_what_is_no_sensible_number_is_refused_by_name(name: str, value: Any) ->
         ("generation_config.json", {"bad_words_ids": 5}),
     ],
 )
-def test_a_broken_checkpoint_is_told_in_one_sentence(
+def test_broken_numbers_in_a_checkpoint_are_a_model_error(
     tiny_model: TinyModel, tmp_path: Path, file: str, content: dict[str, Any]
 ) -> None:
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
@@ -85,7 +87,7 @@ def test_a_broken_checkpoint_is_told_in_one_sentence(
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_what_is_transparent_is_white(tiny_model: TinyModel, mode: str) -> None:
+def test_transparent_pixels_become_white(tiny_model: TinyModel, mode: str) -> None:
     llm = make_llm(tiny_model("llava"))
     clear = Image.new("RGBA", (60, 60), (10, 200, 30, 0))
     images = [clear.convert("LA") if mode == "LA" else clear, Image.new("RGB", (60, 60), "white")]
@@ -98,7 +100,7 @@ def test_what_is_transparent_is_white(tiny_model: TinyModel, mode: str) -> None:
     assert first == second
 
 
-def test_a_pair_is_one_item(tiny_model: TinyModel) -> None:
+def test_a_pair_of_samples_and_rate_is_one_item(tiny_model: TinyModel) -> None:
     audio = np.sin(np.arange(8000) / 7).astype(np.float32)
     llm = make_llm(tiny_model("qwen2_audio"))
     text = "<|audio_bos|><|AUDIO|><|audio_eos|>what?"

@@ -1,6 +1,6 @@
 """A frontend that only uses the wire injects media.
 
-What it injects serves later chats where it is trusted, and is kept apart where it is not.
+What it injects serves later chats if it is trusted, and is kept separate if it is not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def ask_outside(
     return run
 
 
-def test_a_trusted_frontend_spares_later_chats_the_processor(
+def test_items_of_a_trusted_frontend_are_not_processed_again_for_chats(
     trusting_server: ServerProcess, ask_outside: Callable[[ServerProcess], Any]
 ) -> None:
     answer = ask_outside(trusting_server)
@@ -55,7 +55,7 @@ def test_a_trusted_frontend_spares_later_chats_the_processor(
     assert (answer["chat_queries"], answer["chat_hits"]) == (1, 1)
 
 
-def test_what_an_untrusted_frontend_sends_is_kept_apart(
+def test_items_of_an_untrusted_frontend_are_kept_separate(
     omni_server: ServerProcess, ask_outside: Callable[[ServerProcess], Any]
 ) -> None:
     answer = ask_outside(omni_server)
@@ -63,7 +63,7 @@ def test_what_an_untrusted_frontend_sends_is_kept_apart(
     assert (answer["chat_queries"], answer["chat_hits"]) == (1, 0)
 
 
-def test_the_script_knows_nothing_but_the_wire() -> None:
+def test_the_script_imports_nothing_of_sensorium() -> None:
     lines = SCRIPT.read_text().splitlines()
     imports = {line.split()[1].split(".")[0] for line in lines if _is_import(line)}
     assert imports <= {

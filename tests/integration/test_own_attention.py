@@ -174,7 +174,7 @@ def test_a_window_that_only_the_cache_has_ends_the_context(
         ),
     ],
 )
-def test_attention_that_can_not_be_had_is_refused(
+def test_unsupported_attention_is_refused(
     tiny_model: TinyModel, tmp_path: Path, architecture: str, changes: dict[str, Any], message: str
 ) -> None:
     directory = write_decoder(tmp_path / "model", tiny_model, architecture, **changes)
@@ -265,7 +265,7 @@ def test_dynamic_rotary_factors_are_never_scaled(
     assert "the context ends at 64 tokens, because its rotary factors are dynamic" in caplog.text
 
 
-def test_tokens_that_are_no_rows_of_a_table_are_refused(
+def test_a_model_with_several_token_tables_is_refused(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     """Kyutai's model adds up the embeddings of a text token and of several audio codes."""

@@ -39,7 +39,7 @@ def test_blocks_of_a_request_that_a_failed_image_ends_are_never_hits(tiny_model:
     assert output.outputs[0].token_ids == expected
 
 
-def test_numbers_that_are_not_finite_end_a_request_and_stay_in_it(tiny_model: TinyModel) -> None:
+def test_numbers_that_are_not_finite_end_only_their_request(tiny_model: TinyModel) -> None:
     """With few blocks and no cache, the next request writes into the very blocks of the bad one."""
     llm = LLM(
         tiny_model("llama"),

@@ -161,7 +161,7 @@ def test_many_small_pieces_arrive_in_order(servants: ProcessPool) -> None:
     assert ask(servants, "checksum", *pieces) == str(crc32(b"".join(pieces)))
 
 
-def test_tensors_go_there_and_back(servants: ProcessPool) -> None:
+def test_tensors_travel_to_a_worker_and_back(servants: ProcessPool) -> None:
     tensors = make_tensors(100_000)
     header = encode_header(tensors).hex()
     job = servants.submit(f"decode {header}".encode(), as_buffers(tensors), deadline_s=SOON_S)
@@ -211,7 +211,7 @@ def test_the_result_is_what_the_callback_makes_of_it(servants: ProcessPool) -> N
         ("eat", RequestError, NO_MEMORY),
     ],
 )
-def test_an_error_travels_as_its_kind_and_message(
+def test_an_error_keeps_its_type_and_message(
     servants: ProcessPool, job: str, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -230,7 +230,7 @@ def test_inherited_descriptors_have_the_same_numbers(make_pool: MakePool) -> Non
         os.close(descriptor)
 
 
-def test_a_job_that_is_no_job_is_refused_at_once(servants: ProcessPool) -> None:
+def test_an_invalid_job_is_refused_at_once(servants: ProcessPool) -> None:
     with pytest.raises(InvariantError):
         servants.submit(bytes(17_000_000), deadline_s=SOON_S)
     with pytest.raises(TypeError):
@@ -365,7 +365,7 @@ time.sleep(60)
         wait_until(lambda: not any(map(is_running, process_ids)))
 
 
-def test_a_program_that_forgets_its_pool_ends_and_so_do_the_workers(tmp_path: Path) -> None:
+def test_a_program_that_never_closes_its_pool_ends_and_so_do_the_workers(tmp_path: Path) -> None:
     script = f"""
 import sys
 from sensorium.multimodal.pool.pool import ProcessPool
@@ -385,7 +385,7 @@ pool.submit(b"sleep 60", deadline_s=100)
     wait_until(lambda: not is_running(int(result.stdout)))
 
 
-def test_a_worker_does_not_hear_ctrl_c(make_pool: MakePool) -> None:
+def test_a_worker_ignores_ctrl_c(make_pool: MakePool) -> None:
     pool = make_pool()
     process_id = int(ask(pool, "pid"))
     os.kill(process_id, signal.SIGINT)
@@ -395,7 +395,7 @@ def test_a_worker_does_not_hear_ctrl_c(make_pool: MakePool) -> None:
 def test_random_deaths_lose_no_job_and_leak_nothing(make_pool: MakePool) -> None:
     """One or both are killed, whatever they do, whenever both are there again."""
     generator = random.Random(3)
-    gc.collect()  # of earlier tests, whose descriptors would be closed in this one
+    gc.collect()  # objects of earlier tests: their descriptors would be closed in this one
     num_descriptors, threads = count_descriptors(), get_threads()
     pool = make_pool(2, max_queued=20, max_retries=4)
     assert pool.wait_until_ready(SOON_S)
@@ -449,7 +449,7 @@ def test_a_job_that_is_cancelled_before_its_turn_never_runs(
     assert pool.statistics().num_cancelled == 1
 
 
-def test_of_a_job_that_is_cancelled_while_it_runs_the_result_is_dropped(
+def test_the_result_of_a_job_that_is_cancelled_while_it_runs_is_dropped(
     make_pool: MakePool, tmp_path: Path
 ) -> None:
     pool = make_pool()
@@ -513,7 +513,7 @@ def test_closing_ends_everything_and_fails_what_is_not_done(
     assert pool.statistics().num_workers == pool.statistics().num_queued == 0
 
 
-def test_an_idle_worker_may_tidy_up_when_the_pool_is_closed(
+def test_an_idle_worker_may_clean_up_when_the_pool_is_closed(
     make_pool: MakePool, tmp_path: Path
 ) -> None:
     pool = make_pool(grace_s=SOON_S)

@@ -113,7 +113,7 @@ def stopped(llm: LLM) -> Iterator[None]:
 def test_many_prompts_come_back_in_order_with_the_tokens_of_one_process(
     pooled: LlmOf, llm_of: LlmOf
 ) -> None:
-    """Seeds that the engine draws are given out in the order of the prompts too."""
+    """Seeds that the engine draws are also given out in the order of the prompts."""
     llm, alone = pooled("lru"), llm_of("off")
     shared = make_new_png()
     prompts = [
@@ -180,7 +180,7 @@ def test_a_request_that_is_cancelled_leaves_nothing(pooled: LlmOf, cache_type: s
 
 
 @with_caches
-def test_a_damaged_image_is_named_by_all_who_sent_it(pooled: LlmOf, cache_type: str) -> None:
+def test_a_damaged_image_is_named_in_all_requests_with_it(pooled: LlmOf, cache_type: str) -> None:
     llm, data = pooled(cache_type), make_new_png()
     prompt = make_prompt(make_new_png(), data[:-30])
     with stopped(llm):
@@ -192,7 +192,7 @@ def test_a_damaged_image_is_named_by_all_who_sent_it(pooled: LlmOf, cache_type: 
     assert all(str(error).startswith("multi_modal_data.image[1]: ") for error in errors)
 
 
-def test_those_who_only_look_use_the_pool_and_leave_the_shared_memory(pooled: LlmOf) -> None:
+def test_readonly_requests_use_the_pool_and_keep_the_shared_memory(pooled: LlmOf) -> None:
     llm, prompt = pooled("shm"), make_prompt(make_new_png())
     before = llm.media_parts.caches.sender.statistics()
     for _ in range(2):
@@ -203,7 +203,7 @@ def test_those_who_only_look_use_the_pool_and_leave_the_shared_memory(pooled: Ll
 
 
 @with_caches
-def test_an_interruption_ends_what_was_made_ready_ahead(
+def test_an_interruption_ends_items_that_were_prepared_ahead(
     pooled: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str
 ) -> None:
     llm = pooled(cache_type)
@@ -225,7 +225,7 @@ def test_an_interruption_ends_what_was_made_ready_ahead(
     assert len(generate(llm, *prompts)) == 10
 
 
-def test_a_worker_that_is_killed_does_no_harm(
+def test_a_killed_worker_is_replaced_and_changes_no_token(
     pooled: LlmOf, llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = pooled("shm")

@@ -1,4 +1,4 @@
-"""Short and long jobs of the pool beside each other, with real processes."""
+"""Short and long jobs share the pool, with real processes."""
 
 from __future__ import annotations
 

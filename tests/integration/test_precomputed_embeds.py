@@ -85,7 +85,7 @@ def get_answer(output: RequestOutput) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_embeddings_say_the_same_as_the_media_that_they_were_made_of(
+def test_embeddings_get_the_answer_of_the_media_that_they_were_made_of(
     tiny_model: TinyModel, name: str
 ) -> None:
     modality = FAMILIES[name]
@@ -99,7 +99,7 @@ def test_embeddings_say_the_same_as_the_media_that_they_were_made_of(
         assert_idle(llm)
 
 
-def test_features_of_the_model_itself_are_such_embeddings(llm: LLM) -> None:
+def test_image_features_from_transformers_are_valid_embeddings(llm: LLM) -> None:
     image = make_new_image()
     processor = llm.input_processor.processor.hf_processor
     pixels = processor.image_processor(image, return_tensors="pt")["pixel_values"]
@@ -110,7 +110,7 @@ def test_features_of_the_model_itself_are_such_embeddings(llm: LLM) -> None:
     assert get_answer(ask(llm, "image_embeds", embeds)) == expected
 
 
-def test_embeddings_and_media_stand_side_by_side(llm: LLM) -> None:
+def test_embeddings_and_media_may_be_in_one_prompt(llm: LLM) -> None:
     image, other = make_new_image(), make_new_image()
     embeds = make_embeds(llm, "image", image)
     prompt = {"prompt": "<image><image>which?"}
@@ -167,13 +167,13 @@ def test_embeddings_that_the_model_can_not_take_are_refused(
     assert_idle(llm)
 
 
-def test_they_are_refused_unless_an_operator_takes_them(llm_of: LlmOf) -> None:
+def test_embeddings_are_refused_unless_an_operator_allows_them(llm_of: LlmOf) -> None:
     with pytest.raises(RequestError, match=r"content\[0\]: .* start it with enable_mm_embeds"):
         ask(llm_of("lru"), "image_embeds", torch.zeros(4, 64))
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3", "internvl", "idefics3"])
-def test_they_are_refused_where_their_number_says_too_little(
+def test_embeddings_are_refused_for_models_that_need_more_than_their_number(
     tiny_model: TinyModel, name: str
 ) -> None:
     with make_llm(tiny_model(name), enable_mm_embeds=True) as llm:

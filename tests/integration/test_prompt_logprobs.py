@@ -56,7 +56,7 @@ def check(output: RequestOutput, logprobs: torch.Tensor, count: int) -> None:
     [{}, {"max_num_batched_tokens": 7}, {"enable_prefix_caching": False}, {"max_num_seqs": 1}],
     ids=str,
 )
-def test_they_are_those_of_a_plain_forward_pass(
+def test_prompt_logprobs_are_those_of_a_plain_forward_pass(
     tiny_model: TinyModel, plain: PlainModel, options: dict[str, Any]
 ) -> None:
     llm = make_llm(tiny_model("llama"), **options)
@@ -91,7 +91,7 @@ def test_logits_exist_for_a_bounded_number_of_positions(
 
 
 @pytest.mark.parametrize("budget", [7, 64])
-def test_preemptions_neither_lose_nor_repeat_any(
+def test_preemptions_neither_lose_nor_repeat_prompt_logprobs(
     tiny_model: TinyModel, plain: PlainModel, budget: int
 ) -> None:
     roomy = make_llm(tiny_model("llama"))
@@ -116,7 +116,7 @@ def test_preemptions_neither_lose_nor_repeat_any(
         assert any(not started.output_token_ids for started in resumed)  # within its prompt
 
 
-def test_neighbours_that_want_none_get_none_and_keep_their_cache(llm: LLM) -> None:
+def test_other_requests_get_no_prompt_logprobs_and_keep_their_cache(llm: LLM) -> None:
     plain_params = replace(SCORED, prompt_logprobs=None)
     expected = llm.generate(PROMPTS[5], plain_params, use_tqdm=False)[0].outputs
     outputs = llm.generate([PROMPTS[5]] * 2, [SCORED, plain_params], use_tqdm=False)
@@ -130,12 +130,12 @@ def llm(tiny_model: TinyModel) -> LLM:
     return make_llm(tiny_model("llama"))
 
 
-def test_one_token_has_none_but_the_place(llm: LLM) -> None:
+def test_a_prompt_of_one_token_has_one_empty_entry(llm: LLM) -> None:
     (output,) = llm.generate([[5]], SCORED, use_tqdm=False)
     assert output.prompt_logprobs == (None,)
 
 
-def test_several_completions_have_one_prompt(llm: LLM, plain: PlainModel) -> None:
+def test_several_completions_share_the_prompt_logprobs(llm: LLM, plain: PlainModel) -> None:
     params = replace(SCORED, n=3, temperature=1.0, logprobs=2)
     (output,) = llm.generate(PROMPTS[3], params, use_tqdm=False)
     check(output, plain.get_logprobs(output.prompt_token_ids), 3)

@@ -1,4 +1,4 @@
-"""The core may lose media at any moment, and requests go on.
+"""The core may lose media at any moment, and requests continue.
 
 Only media that the caller itself left out can be missing.
 """
@@ -92,7 +92,7 @@ def run(llm: LLM, request_id: str) -> RequestOutput:
 
 @with_losses
 @with_caches
-def test_what_is_lost_between_requests_is_sent_again(
+def test_media_lost_between_requests_is_sent_again(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str, lose: Lose
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png(), make_new_png())
@@ -117,7 +117,7 @@ def test_what_is_lost_between_requests_is_sent_again(
 @with_losses
 @with_caches
 @pytest.mark.parametrize("is_warm", [False, True], ids=["cold", "warm"])
-def test_what_is_lost_on_the_way_to_the_core_is_sent_again(
+def test_media_lost_on_the_way_to_the_core_is_sent_again(
     llm_of: LlmOf,
     monkeypatch: pytest.MonkeyPatch,
     cache_type: str,
@@ -174,7 +174,7 @@ def test_a_core_that_does_not_see_the_shared_memory_gets_tensors(llm_of: LlmOf) 
 
 @with_losses
 @with_caches
-def test_other_completions_get_what_was_lost_after_the_first(
+def test_other_completions_get_media_that_was_lost_after_the_first(
     llm_of: LlmOf, cache_type: str, lose: Lose
 ) -> None:
     llm, prompt = llm_of(cache_type), make_prompt(make_new_png())
@@ -234,7 +234,7 @@ def test_completions_of_media_that_is_missing_end_together(llm_of: LlmOf) -> Non
     assert not llm.core.scheduler.has_requests
 
 
-def test_a_completion_that_can_not_start_takes_the_others_along(
+def test_a_completion_that_can_not_start_ends_the_others(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = llm_of("lru")
@@ -275,7 +275,7 @@ def test_a_core_that_keeps_nothing_is_given_up(llm_of: LlmOf) -> None:
 
 @with_caches
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_refusal_by_the_core_releases_everything_and_costs_no_second_look(
+def test_a_refusal_by_the_core_releases_everything_without_a_second_lookup(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch, cache_type: str, n: int
 ) -> None:
     llm, data = llm_of(cache_type), make_new_png()
@@ -296,7 +296,7 @@ def test_a_refusal_by_the_core_releases_everything_and_costs_no_second_look(
 
 
 @with_caches
-def test_whatever_is_lost_and_evicted_meanwhile_the_tokens_are_right(
+def test_tokens_are_right_whatever_is_lost_and_evicted(
     tiny_model: TinyModel, llm_of: LlmOf, cache_type: str
 ) -> None:
     """Room for two images and a half; five of them, in requests that want up to three."""

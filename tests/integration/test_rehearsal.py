@@ -28,7 +28,7 @@ def core(request: Any, tmp_path: Path, tiny_model: TinyModel) -> Iterator[LocalC
 
 @pytest.fixture
 def small_core(tmp_path: Path, tiny_model: TinyModel) -> Iterator[LocalCore]:
-    """Run a core whose context has room for a few words, and for no picture."""
+    """Run a core with room in its context for a few words, and for no picture."""
     with run_core(tiny_model("qwen2_5_vl"), tmp_path, max_model_len=32) as core:
         yield core
 
@@ -87,7 +87,7 @@ def assert_no_trace(core: LocalCore) -> None:
     core.assert_nothing_is_left()
 
 
-def test_each_modality_goes_once_through_the_model_and_leaves_no_trace(
+def test_each_modality_runs_once_through_the_model_and_leaves_no_trace(
     core: LocalCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoded = watch(monkeypatch, core)

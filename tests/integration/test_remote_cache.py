@@ -53,7 +53,7 @@ def test_an_output_that_the_encoder_cache_lost_is_loaded(llava: str) -> None:
         assert run(llm, prompt) == (expected, 2, 1)
 
 
-def test_entries_go_with_their_time_to_live_and_their_salt(llava: str) -> None:
+def test_entries_have_a_time_to_live_and_belong_to_their_salt(llava: str) -> None:
     data = make_new_png()
     with run_redis() as redis:
         options = {"mm_remote_cache": redis.url, "mm_remote_cache_ttl": 1000}
@@ -77,7 +77,7 @@ def test_an_engine_starts_without_its_redis(llava: str, caplog: pytest.LogCaptur
     assert "hunter2" not in caplog.text
 
 
-def test_a_missing_package_and_a_wrong_address_are_refused_in_words(
+def test_a_missing_package_and_a_wrong_address_are_clear_errors(
     llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ModelError, match="mm_remote_cache is no address of a Redis"):

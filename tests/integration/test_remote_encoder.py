@@ -1,4 +1,4 @@
-"""Engines with an encoder apart that is late, gone, hung, full or of the wrong kind."""
+"""Engines with a remote encoder that is late, gone, hung, full or of the wrong kind."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def run(llm: LLM, prompt: Any) -> tuple[int, ...]:
 
 def count(llm: LLM) -> dict[str, int]:
     """Return what became of items that were meant for the encoder, without zeros."""
-    assert llm.media_parts.apart is not None
-    return {name: n for name, n in llm.media_parts.apart.backend.get_counts().items() if n}
+    assert llm.media_parts.remote_encoder is not None
+    return {name: n for name, n in llm.media_parts.remote_encoder.backend.get_counts().items() if n}
 
 
 # ---- an encoder that works
@@ -77,7 +77,7 @@ def count(llm: LLM) -> dict[str, int]:
 
 @pytest.mark.parametrize("lose", [restart, reset_core, reset_frontend])
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_an_item_that_the_core_has_lost_comes_again(
+def test_an_item_that_the_core_has_lost_is_sent_again(
     cache_type: str, lose: Callable[[LLM], None], llava: str, encoder: EncoderHere, plain: LLM
 ) -> None:
     prompt = make_prompt(make_new_png())
@@ -91,7 +91,7 @@ def test_an_item_that_the_core_has_lost_comes_again(
         assert_idle(llm)
 
 
-def test_an_item_is_perceived_once_for_all_engines_that_ask_together(
+def test_an_item_is_encoded_once_for_engines_that_ask_together(
     llava: str, encoder: EncoderHere, plain: LLM
 ) -> None:
     prompt = make_prompt(make_new_png())
@@ -110,7 +110,7 @@ def test_an_item_is_perceived_once_for_all_engines_that_ask_together(
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", make_new_png()[:200]])
-def test_a_bad_item_gets_the_same_error_as_without(
+def test_a_bad_item_gets_the_same_error_as_without_a_remote_encoder(
     content: bytes, llava: str, encoder: EncoderHere, plain: LLM
 ) -> None:
     errors = []
@@ -153,7 +153,7 @@ def test_an_encoder_with_a_disk_cache_encodes_nothing_after_a_restart(
     assert (counts.num_asked, counts.num_processed, counts.num_encoded) == (1, 0, 0)
 
 
-def test_nothing_is_left_open(llava: str, encoder: EncoderHere) -> None:
+def test_no_descriptor_is_left_open(llava: str, encoder: EncoderHere) -> None:
     def list_open() -> list[str]:
         with os.scandir("/proc/self/fd") as entries:
             links = [os.readlink(entry.path) for entry in entries]
@@ -176,7 +176,7 @@ def test_nothing_is_left_open(llava: str, encoder: EncoderHere) -> None:
 # ---- an encoder that can't be had
 
 
-def test_an_encoder_may_come_late_go_and_come_again(
+def test_an_encoder_may_start_late_stop_and_start_again(
     llava: str, plain: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = str(tmp_path / "encoder.sock")
@@ -308,7 +308,7 @@ ODD_ANSWERS = (say_nothing, say_nonsense, say_no_text, send_too_few, send_half)
 
 
 @pytest.mark.parametrize("answer", ODD_ANSWERS)
-def test_an_encoder_that_hangs_or_errs_is_given_up(
+def test_an_encoder_that_hangs_or_fails_is_given_up(
     answer: Callable[[Channel], None], llava: str, encoder: EncoderHere, plain: LLM, tmp_path: Path
 ) -> None:
     path = tmp_path / "encoder.sock"
@@ -349,7 +349,7 @@ def test_a_hung_encoder_leaves_time_for_the_engine(
         ({"mm_processor_kwargs": {"do_rescale": False}}, "other options of media"),
     ],
 )
-def test_an_encoder_that_encodes_otherwise_is_refused_at_the_start(
+def test_an_encoder_with_other_options_is_refused_at_the_start(
     options: dict[str, Any], reason: str, llava: str, encoder: EncoderHere
 ) -> None:
     with pytest.raises(ModelError, match=reason):
@@ -388,10 +388,10 @@ def test_an_encoder_of_another_version_is_refused_at_the_start(
         path.unlink()
 
 
-def test_models_without_such_an_encoder_are_refused(
+def test_models_that_can_have_no_remote_encoder_are_refused(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    for family, reason in (("llama", "takes no media"), ("whisper", "can't be run apart")):
+    for family, reason in (("llama", "takes no media"), ("whisper", "can't be remote")):
         path = str(tmp_path / family)
         with pytest.raises(ModelError, match=reason):
             LLM(tiny_model(family), encoder=f"unix:{path}")
@@ -443,7 +443,7 @@ def test_more_connections_than_allowed_are_refused(encoder: EncoderHere, tmp_pat
     listener.close(1)
 
 
-def test_what_waits_for_the_towers_fails_when_they_are_closed(llava: str) -> None:
+def test_items_that_wait_for_the_towers_fail_when_these_are_closed(llava: str) -> None:
     with encoding_here(llava) as running:
         towers, hf_model = running.encoder.towers, running.encoder.hf_model
         may_go_on, has_begun, encode = threading.Event(), threading.Event(), hf_model.encode

@@ -1,4 +1,4 @@
-"""Real servers with a real `sensorium encode` beside them: shared, stopped, killed, and hung."""
+"""Real servers with a real `sensorium encode` process: shared, stopped, killed, and hung."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from sensorium import LLM, SamplingParams
-from sensorium.multimodal.processing.remote_encoder_backend import APART_OUTCOMES
+from sensorium.multimodal.processing.remote_encoder_backend import REMOTE_ENCODER_OUTCOMES
 from tests.support.clients import ask, chat, make_image_part, make_url_part
 from tests.support.engine import make_llm
 from tests.support.server import POOL, ServerProcess, kill, serve
@@ -35,7 +35,7 @@ def get_outcomes(server: ServerProcess) -> dict[str, int]:
     metrics = server.get_metrics()
     counts = {
         outcome: int(metrics.get(f'sensorium:apart_items_total{{outcome="{outcome}"}}', 0))
-        for outcome in APART_OUTCOMES
+        for outcome in REMOTE_ENCODER_OUTCOMES
     }
     return {outcome: number for outcome, number in counts.items() if number}
 
@@ -65,13 +65,13 @@ def plain(model: str) -> Iterator[LLM]:
         yield llm
 
 
-def test_a_server_goes_on_when_its_encoder_is_killed_and_uses_the_next_one(
+def test_a_server_survives_a_killed_encoder_and_uses_the_next_one(
     model: str, plain: LLM, tmp_path: Path
 ) -> None:
     path = tmp_path / "own" / "encoder.sock"
     flags = (*NAMED, "--encoder", f"unix:{path}", "--api-server-count", "2", *POOL)
     with encode(model, path, *POOL) as encoder, serve(model, *flags) as server:
-        assert "encoder apart" in server.output
+        assert "remote encoder" in server.output
         tokens, item = look(server, 1)
         assert tokens == expect(plain, 1)
         assert (item["processor"], item["encoder"]) == ("miss", "loaded")
@@ -110,7 +110,7 @@ def test_a_server_goes_on_when_its_encoder_is_killed_and_uses_the_next_one(
         assert num_here == get_outcomes(server)["fallback"]
 
 
-def test_engines_share_an_encoder_which_refuses_what_is_bad(
+def test_engines_share_an_encoder_and_bad_items_are_refused(
     model: str, plain: LLM, tmp_path: Path
 ) -> None:
     path = tmp_path / "encoder.sock"
@@ -118,8 +118,8 @@ def test_engines_share_an_encoder_which_refuses_what_is_bad(
     with encode(model, path) as encoder, serve(model, *flags) as server:
         with make_llm(model, encoder=f"unix:{path}") as llm:
             assert look(server, 1)[0] == expect(llm, 1) == expect(plain, 1)
-            assert llm.media_parts.apart is not None
-            counts = llm.media_parts.apart.service.get_counts()  # type: ignore[attr-defined]
+            assert llm.media_parts.remote_encoder is not None
+            counts = llm.media_parts.remote_encoder.service.get_counts()  # type: ignore[attr-defined]
             assert (counts.num_asked, counts.num_processed, counts.num_encoded) == (2, 1, 1)
         broken = make_url_part("image", "data:image/png;base64,bm8gaW1hZ2U=")
         refusal = _post(server, ask(broken, "What is it?"))

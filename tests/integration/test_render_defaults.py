@@ -1,4 +1,4 @@
-"""A server without a model knows of it what a core would say."""
+"""A server without a model resolves the same defaults as a core with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_defaults_without_a_model_are_those_with_it(
 @pytest.mark.parametrize(
     "content", [None, {"do_sample": True, "temperature": 0.3, "top_k": 7, "eos_token_id": [3, 5]}]
 )
-def test_they_are_with_and_without_a_file_for_them(
+def test_defaults_equal_the_models_with_and_without_a_generation_config(
     tiny_model: Callable[[str], str],
     tmp_path: Path,
     content: dict[str, object] | None,

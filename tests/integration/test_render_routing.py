@@ -70,12 +70,12 @@ class _Watch:
     """What the renderer was called with, and what was decoded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[tuple[bool, bool]] = []
+        self.calls: list[tuple[bool, bool]] = []
         self.num_decoded = 0
         process, decode_image = InputProcessor.process_pausing, decoding.decode_image
 
         def watch_process(*args: Any, **options: Any) -> Any:
-            self.told.append((options["skip_mm_cache"], options["needs_tensors"]))
+            self.calls.append((options["skip_mm_cache"], options["needs_tensors"]))
             return process(*args, **options)
 
         def watch_decode(*args: Any, **options: Any) -> Any:
@@ -86,7 +86,7 @@ class _Watch:
         monkeypatch.setattr(decoding, "decode_image", watch_decode)
 
 
-def test_every_route_asks_the_cache_that_it_may(
+def test_every_route_uses_the_cache_that_it_should(
     core: LocalCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = _Watch(monkeypatch)
@@ -94,10 +94,10 @@ def test_every_route_asks_the_cache_that_it_may(
     async def test(client: httpx.AsyncClient, media_parts: MediaParts) -> None:
         del media_parts
         for path, body, is_skipped, needs_tensors in _ROUTES:
-            watch.told.clear()
+            watch.calls.clear()
             response = await client.post(path, json=body)
             assert response.status_code == 200, response.text
-            assert watch.told == [(is_skipped, needs_tensors)], path
+            assert watch.calls == [(is_skipped, needs_tensors)], path
 
     _call(core, test)
 
@@ -154,7 +154,7 @@ def test_a_repeated_render_decodes_nothing(
     _call(core, test)
 
 
-def test_names_and_places_need_no_decode_at_all(
+def test_hashes_and_placeholders_need_no_decode_at_all(
     core: LocalCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch = _Watch(monkeypatch)
@@ -176,7 +176,7 @@ def test_names_and_places_need_no_decode_at_all(
     _call(core, test)
 
 
-def test_a_damaged_image_that_nobody_decoded_takes_no_uuid_away(core: LocalCore) -> None:
+def test_a_damaged_image_that_was_not_decoded_does_not_take_a_uuid(core: LocalCore) -> None:
     async def test(client: httpx.AsyncClient, media_parts: MediaParts) -> None:
         del media_parts
         good, damaged = _see(14), _see(14)

@@ -59,7 +59,9 @@ def check_warm_ups(server: ServerProcess) -> None:
     assert metrics['sensorium:media_bytes_total{source="data"}'] == 0
 
 
-def test_it_is_ready_without_weights_and_says_what_it_is(server: ServerProcess) -> None:
+def test_a_render_server_is_ready_without_weights_and_describes_itself(
+    server: ServerProcess,
+) -> None:
     assert "none: this server renders, and loads no weights" in server.output
     assert server.get("/health").status_code == 200
     (model,) = server.get("/v1/models").json()["data"]
@@ -69,7 +71,7 @@ def test_it_is_ready_without_weights_and_says_what_it_is(server: ServerProcess) 
     assert model["capabilities"] == []
 
 
-def test_what_generates_is_refused(server: ServerProcess) -> None:
+def test_routes_that_generate_are_refused(server: ServerProcess) -> None:
     response = server.post("/v1/chat/completions", CHAT)
     assert (response.status_code, response.json()["error"]["code"]) == (404, "render_only")
     page = server.get("/")
@@ -80,7 +82,7 @@ def test_caches_can_be_reset(server: ServerProcess) -> None:
     assert server.post("/reset_mm_cache").status_code == 200
 
 
-def test_it_has_no_core(server: ServerProcess) -> None:
+def test_a_render_server_has_no_core(server: ServerProcess) -> None:
     commands = [get_command(pid) for pid in get_descendants(server.process.pid)]
     assert sum("frontend_main" in command for command in commands) == 2
     assert not any("core_main" in command for command in commands)
@@ -104,7 +106,7 @@ def list_open_files(process_id: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_weights_are_opened_even_where_there_are_some(tiny_model: Callable[[str], str]) -> None:
+def test_existing_weights_are_not_opened(tiny_model: Callable[[str], str]) -> None:
     """The server also ends on a signal, with nothing left."""
     with serve(tiny_model("qwen2_5_omni"), command="render") as running:
         process_ids = running.get_process_ids()

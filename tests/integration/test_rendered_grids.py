@@ -54,7 +54,7 @@ def test_a_grid_that_is_not_that_of_the_pixels_is_refused_before_it_is_encoded(
     assert "image_grid_thw do not give the number of rows" in neighbours.fail(prompt)
 
 
-def test_the_hash_of_an_image_is_not_taken_for_a_video(neighbours: Neighbours) -> None:
+def test_the_hash_of_an_image_is_not_accepted_for_a_video(neighbours: Neighbours) -> None:
     image = make_image(60, 60, seed=8)
     neighbours.llm.generate(make_prompt(FAMILY, image), PARAMS, use_tqdm=False)
     mm_hash = render(neighbours, "image", image).request.mm_features[0].mm_hash

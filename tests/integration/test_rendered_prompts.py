@@ -180,7 +180,7 @@ BAD: dict[str, tuple[Change, str]] = {
         },
         r"image\[1\]: has embeddings at tokens 18 to 34 \(exclusive\), but not all of them are",
     ),
-    "placeholders that belong to nobody": (
+    "placeholders that belong to no item": (
         change_tokens(lambda tokens: [*tokens, tokens[0]]),
         "33 placeholder tokens for media, but mm_placeholders cover 32",
     ),
@@ -194,11 +194,11 @@ BAD: dict[str, tuple[Change, str]] = {
         lambda prompt, _: {**drop_fields("prompt_token_ids")(prompt, _), "prompt": "<image> hello"},
         "prompt_token_ids",
     ),
-    "media beside rendered media": (
+    "media and rendered media": (
         set_field("multi_modal_data", {"image": [b"x"]}),
         "multi_modal_data",
     ),
-    "uuids beside hashes": (
+    "uuids and hashes": (
         set_field("multi_modal_uuids", {"image": ["x", "y"]}),
         "multi_modal_uu",
     ),

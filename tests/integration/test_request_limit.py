@@ -14,7 +14,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("request-limit")
 LIMIT = 3
-NUM_LOOKS = 8  # new connections, of which each frontend takes some
+NUM_LOOKS = 8  # new connections: each frontend takes some
 
 
 def make_body(max_tokens: int, *, stream: bool) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def begin(stack: ExitStack, server: ServerProcess) -> None:
     assert answer.status_code == 200
     lines = answer.iter_lines()
     next(lines)
-    stack.callback(lines.close)  # httpx ends the request when nobody holds the lines
+    stack.callback(lines.close)  # httpx ends the request when the iterator is collected
 
 
 def test_all_frontends_count_together(tiny_model: Callable[[str], str]) -> None:

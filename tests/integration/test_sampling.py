@@ -145,7 +145,7 @@ def test_defaults_of_a_generation_config_are_those_of_transformers(
     assert get_token_ids(outputs) == expected
 
 
-def test_with_generation_config_none_a_silent_request_samples_freely(
+def test_with_generation_config_none_a_request_has_plain_defaults(
     tiny_model: TinyModel, tmp_path: Path, llm: LLM
 ) -> None:
     directory = shutil.copytree(tiny_model("llama"), tmp_path / "model")
@@ -163,7 +163,7 @@ def test_with_generation_config_none_a_silent_request_samples_freely(
     assert ignored.input_processor.defaults.eos_token_ids == eos
 
 
-def test_bad_words_are_never_said(llm: LLM) -> None:
+def test_bad_words_are_never_generated(llm: LLM) -> None:
     params = replace(GREEDY, temperature=1.5, max_tokens=60)
     free = llm.generate(PROMPTS, replace(params, seed=5), use_tqdm=False)
     pairs = {output.outputs[0].text[i : i + 2] for output in free for i in range(40)}
@@ -178,7 +178,7 @@ def test_bad_words_are_never_said(llm: LLM) -> None:
     assert get_token_ids(banned) != get_token_ids(free)
 
 
-def test_every_knob_changes_the_tokens(llm: LLM, alone: list[tuple[int, ...]]) -> None:
+def test_every_parameter_changes_the_tokens(llm: LLM, alone: list[tuple[int, ...]]) -> None:
     neutral = {
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
@@ -242,7 +242,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name(
     assert re.search(message, error)
 
 
-def test_a_request_that_may_say_nothing_fails_alone(
+def test_a_request_without_an_allowed_token_fails_alone(
     neighbours_of: Callable[[str], Neighbours],
 ) -> None:
     neighbours = neighbours_of("llama")
@@ -251,7 +251,7 @@ def test_a_request_that_may_say_nothing_fails_alone(
     assert "no token is left to choose from" in neighbours.fail("hello", params)
 
 
-def test_it_fails_with_the_token_at_which_nothing_is_left(llm: LLM) -> None:
+def test_a_request_fails_at_the_token_where_none_is_allowed(llm: LLM) -> None:
     token_id = llm.get_tokenizer()("a")["input_ids"][0]
     params = replace(GREEDY, allowed_token_ids=[token_id], bad_words=["aaa"])
     (output,) = llm.generate("hello", params, use_tqdm=False, return_errors=True)

@@ -55,7 +55,7 @@ def get_metrics(server: ServerProcess) -> dict[str, float]:
 
 @contextmanager
 def run_long(server: ServerProcess) -> Iterator[None]:
-    """Something runs, and nothing beside it, as long as this is open."""
+    """Keep the only seat busy with a request as long as this is open."""
     body = {
         "messages": ask("Count to a million."),
         "max_tokens": 3900,
@@ -80,7 +80,7 @@ def get_load(server: ServerProcess) -> int:
     return int(server.get("/load", headers=KEY).json()["server_load"])
 
 
-def test_key_is_needed_for_all_but_health(server: ServerProcess) -> None:
+def test_a_key_is_needed_for_all_routes_but_health(server: ServerProcess) -> None:
     for path in ("/health", "/ping", "/version", *WELCOME_PATHS):
         assert server.get(path).status_code == 200
     for path in ("/v1/models", "/metrics", "/load", "/nowhere"):
@@ -139,7 +139,7 @@ def test_the_welcome_page_asks_for_the_key(server: ServerProcess, browser: Brows
     )
 
 
-def test_pages_of_an_allowed_origin_may_ask(server: ServerProcess) -> None:
+def test_pages_of_an_allowed_origin_may_send_requests(server: ServerProcess) -> None:
     preflight = {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}
     preflight["Access-Control-Request-Headers"] = "authorization, content-type"
     allowed = httpx.options(server.get_url(CHAT), headers=preflight, timeout=240.0)
@@ -170,7 +170,7 @@ def test_large_bodies_are_refused(server: ServerProcess, is_chunked: bool) -> No
     assert get_metrics(server)[name] - before[name] == 1
 
 
-def test_more_requests_than_the_limit_are_told_to_come_back(server: ServerProcess) -> None:
+def test_requests_above_the_limit_are_refused_with_retry_after(server: ServerProcess) -> None:
     name = 'sensorium:refused_requests_total{reason="capacity"}'
     before = get_metrics(server)[name]
     with ThreadPoolExecutor() as threads:
@@ -191,7 +191,7 @@ def test_more_requests_than_the_limit_are_told_to_come_back(server: ServerProces
     assert post_short(server).status_code == 200
 
 
-def test_lower_priority_value_goes_first(server: ServerProcess) -> None:
+def test_a_lower_priority_value_runs_first(server: ServerProcess) -> None:
     def count_waiting() -> float:
         return get_metrics(server)["vllm:num_requests_waiting"]
 
@@ -203,7 +203,7 @@ def test_lower_priority_value_goes_first(server: ServerProcess) -> None:
 
     with ThreadPoolExecutor() as threads:
         with run_long(server):
-            # So long that whoever goes first is also noted first.
+            # So long that the one that runs first also ends first.
             late = threads.submit(post, 5, 400)
             wait_until(lambda: count_waiting() == 1, "one waits")
             early = threads.submit(post, -5, 1)
@@ -213,7 +213,7 @@ def test_lower_priority_value_goes_first(server: ServerProcess) -> None:
     assert ended == [-5, 5]
 
 
-def test_trusted_requests_bring_their_template(server: ServerProcess) -> None:
+def test_trusted_requests_may_have_their_own_template(server: ServerProcess) -> None:
     with server.make_client(api_key=KEYS[0]) as client:
         template = "{{ greeting }} {{ messages[0]['content'][0]['text'] }}"
         extra = {"chat_template": template, "chat_template_kwargs": {"greeting": "Good day"}}
@@ -230,7 +230,7 @@ def test_trusted_requests_bring_their_template(server: ServerProcess) -> None:
     assert len(expected) - len(answer.prompt_token_ids) in (0, 1)
 
 
-def test_log_is_made_of_json_lines(server: ServerProcess) -> None:
+def test_the_log_consists_of_json_lines(server: ServerProcess) -> None:
     # Libraries of this process and of those that process media have something to say of videos.
     video = ask(make_video_part(), "Hello")
     assert post_short(server, hat_size=7, messages=video).status_code == 200
@@ -244,5 +244,5 @@ def test_log_is_made_of_json_lines(server: ServerProcess) -> None:
     assert {"model", "family", "device", "KV cache"} <= engine.keys()
     (url,) = [entry["url"] for entry in entries if "url" in entry]
     assert url == server.url
-    assert any(CHAT in entry["message"] for entry in entries)  # the access log, too
+    assert any(CHAT in entry["message"] for entry in entries)  # also the access log
     assert not any(key in server.output for key in KEYS)

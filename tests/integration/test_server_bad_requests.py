@@ -89,7 +89,7 @@ def test_many_bad_requests_leave_nothing_behind(
 
 
 @pytest.mark.parametrize("has_length", [True, False])
-def test_body_above_the_limit_is_refused_before_it_has_come(
+def test_a_body_above_the_limit_is_refused_before_it_has_arrived(
     client: httpx.Client, has_length: bool
 ) -> None:
     pieces = [b" " * 2**20] * 5
@@ -152,7 +152,7 @@ def test_request_that_is_no_http_is_refused(server: ServerProcess) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_body_that_never_ends_is_given_up_with_its_client(
+def test_a_body_that_never_ends_is_given_up_with_its_client(
     server: ServerProcess, client: httpx.Client
 ) -> None:
     address = urlsplit(server.get_url())

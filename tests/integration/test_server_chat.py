@@ -172,7 +172,7 @@ def test_uuid_stands_for_media_that_was_sent(client: OpenAI, omni_server: Server
     again = chat(
         client, ask({"type": "input_audio", "input_audio": None, "uuid": "cat"}, "Who speaks?")
     )
-    assert again.choices == audio.choices  # a name of its own among sounds
+    assert again.choices == audio.choices  # audio has uuids of its own
 
     unknown = {"type": "image_url", "image_url": None, "uuid": "dog"}
     body = {"messages": ask(kept, unknown)}
@@ -185,7 +185,7 @@ def test_uuid_stands_for_media_that_was_sent(client: OpenAI, omni_server: Server
     assert "cat" in refused.json()["error"]["message"]
 
 
-def test_known_uuid_spares_the_fetch(client: OpenAI) -> None:
+def test_a_known_uuid_avoids_the_fetch(client: OpenAI) -> None:
     host = MediaServer()
     host.on("/once.png", reply(200, make_png(43), Cache_Control="no-store"))
     part = make_url_part("image", f"http://127.0.0.1:{host.port}/once.png", uuid="seen once")

@@ -1,4 +1,4 @@
-"""The `openai` client sends sounds to a model that chats: the embedded one, with a pool."""
+"""The `openai` client sends audio to a model that chats: the embedded one, with a pool."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def transcribe(client: OpenAI, audio: bytes = SPEECH, **fields: Any) -> Any:
     return client.audio.transcriptions.create(model=MODEL, file=("sound.flac", audio), **fields)
 
 
-def test_speech_is_written_down_in_every_format(client: OpenAI) -> None:
+def test_speech_is_transcribed_in_every_format(client: OpenAI) -> None:
     whole = transcribe(client)
     assert whole.text == SAID
     details = whole.usage.input_token_details
@@ -81,7 +81,7 @@ def test_speech_is_written_down_in_every_format(client: OpenAI) -> None:
     assert all(entry.logprob <= 0 for entry in scored.logprobs)
 
 
-def test_a_long_audio_is_answered_as_chats_about_its_pieces(client: OpenAI) -> None:
+def test_long_audio_is_transcribed_like_chats_about_its_pieces(client: OpenAI) -> None:
     samples, _ = soundfile.read(io.BytesIO(LONG), dtype="float32")
     cuts = find_cuts(samples, RATE, max_s=12.0)
     assert len(cuts) == NUM_PIECES
@@ -154,20 +154,22 @@ def test_salts_share_nothing(server: ServerProcess, client: OpenAI) -> None:
         ),
     ],
 )
-def test_what_it_can_not_do_is_refused(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_options_are_refused(
+    client: OpenAI, fields: dict[str, Any], param: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         transcribe(client, **fields)
     assert raised.value.param == param
 
 
-@pytest.mark.parametrize("sound", [b"no sound", write_image(make_pixels(8, 8), "PNG")])
-def test_files_without_an_audio_file_are_refused(client: OpenAI, audio: bytes) -> None:
+@pytest.mark.parametrize("audio", [b"no sound", write_image(make_pixels(8, 8), "PNG")])
+def test_files_without_audio_are_refused(client: OpenAI, audio: bytes) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         transcribe(client, audio)
     assert raised.value.param == "file"
 
 
-def test_it_chats_and_transcribes_but_does_not_translate(
+def test_the_model_chats_and_transcribes_but_does_not_translate(
     server: ServerProcess, client: OpenAI
 ) -> None:
     (card,) = client.models.list().data

@@ -1,7 +1,7 @@
 """The benchmark of two servers (`cuda_server.py --beside`) compares them if their work is the same.
 
-One server has the tiny model, and the other a copy of it whose processor has another limit on
-pixels, as happened when figures were compared that should not have been.
+One server has the tiny model, and the other a copy of it with another limit on pixels, as happened
+when figures were compared that should not have been.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLAGS = ("--served-model-name", "m", "--limit-mm-per-prompt", '{"video": 0}')
 def servers(
     tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, str]]:
-    """Run two servers of equal work, and one whose pictures have other sizes."""
+    """Run two servers of equal work, and one that resizes pictures differently."""
     whole = tiny_model("qwen2_5_vl")
     shrinking = shutil.copytree(whole, tmp_path_factory.mktemp("models") / "shrinking")
     for name in ("preprocessor_config.json", "processor_config.json"):

@@ -122,7 +122,9 @@ def test_max_tokens_zero_with_echo_is_a_clear_answer(
         assert response.json()["error"]["param"] == "max_tokens"
 
 
-def test_extras_of_chats_work_for_prompts_too(client: OpenAI, token_ids: list[list[int]]) -> None:
+def test_extra_fields_of_chats_also_work_for_prompts(
+    client: OpenAI, token_ids: list[list[int]]
+) -> None:
     extra = {"return_token_ids": True, "prompt_logprobs": 1, "ignore_eos": True, "trace": True}
     answer = complete(client, TEXTS[0], extra_body=extra, stop="never said", user="somebody")
     (choice,) = answer.choices

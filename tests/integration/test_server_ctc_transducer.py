@@ -1,4 +1,4 @@
-"""The `openai` client sends sounds to servers of models without a decoder."""
+"""The `openai` client sends audio to servers of CTC/transducer models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.media import write_audio
 from tests.support.server import ServerProcess, serve
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("server-recognisers")
+pytestmark = pytest.mark.xdist_group("server-ctc-transducer")
 MODEL = "tiny"
 ROUTE = "/v1/audio/transcriptions"
 FAMILIES = ("wav2vec2", "parakeet_tdt")
@@ -74,7 +74,7 @@ def test_every_format_has_the_same_text_and_times(client: OpenAI, directory: str
 
 
 @pytest.mark.slow
-def test_a_long_audio_is_streamed_piece_by_piece(client: OpenAI) -> None:
+def test_long_audio_is_streamed_piece_by_piece(client: OpenAI) -> None:
     audio = make_file(LONG_S)
     *deltas, done = [event.to_dict() for event in transcribe(client, audio, stream=True)]
     whole = transcribe(client, audio)
@@ -83,7 +83,9 @@ def test_a_long_audio_is_streamed_piece_by_piece(client: OpenAI) -> None:
     assert done["usage"] == whole.usage.to_dict()
 
 
-def test_eight_clients_and_bad_files_at_once(client: OpenAI, server: ServerProcess) -> None:
+def test_eight_clients_and_bad_files_at_once_are_answered(
+    client: OpenAI, server: ServerProcess
+) -> None:
     """Each of the eight gets what it gets alone, and each bad file a 400 of its own."""
     audios = [make_file(0.5 + 0.3 * index, seed=20 + index) for index in range(8)]
     bad = [b"no sound at all", write_audio(make_audio(1.0, seed=1)[:100], "WAV", "FLOAT")]
@@ -97,14 +99,14 @@ def test_eight_clients_and_bad_files_at_once(client: OpenAI, server: ServerProce
     with ThreadPoolExecutor(10) as threads:
         failures = [threads.submit(fail, content) for content in bad]
         together = list(threads.map(lambda audio: transcribe(client, audio), audios))
-    assert "can't be opened as a sound" in failures[0].result()
+    assert "can't be opened as audio" in failures[0].result()
     assert "too short" in failures[1].result()
     assert len({answer.text for answer in together}) == len(audios)
     assert [transcribe(client, audio) for audio in audios] == together
     wait_until_idle(server)
 
 
-def test_an_audio_file_that_comes_again_is_neither_decoded_nor_encoded(
+def test_a_recording_that_is_sent_again_is_neither_decoded_nor_encoded(
     client: OpenAI, server: ServerProcess
 ) -> None:
     def count(what: str) -> dict[str, float]:
@@ -141,7 +143,7 @@ def test_an_audio_file_that_comes_again_is_neither_decoded_nor_encoded(
         ({"temperature": 0.7}, "temperature"),
     ],
 )
-def test_what_the_model_can_not_do_is_refused(
+def test_options_that_the_model_can_not_take_are_refused(
     client: OpenAI, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match="this model") as caught:
@@ -153,9 +155,7 @@ def test_what_the_model_can_not_do_is_refused(
 @pytest.mark.parametrize(
     ("name", "value"), [("logprobs", 2), ("structured_outputs", {"regex": "a+"})]
 )
-def test_how_tokens_are_chosen_can_not_be_asked(
-    server: ServerProcess, name: str, value: Any
-) -> None:
+def test_sampling_parameters_are_refused(server: ServerProcess, name: str, value: Any) -> None:
     """An answer without what was asked for would leave its client waiting, and others as well."""
     audio = base64.b64encode(make_file()).decode()
     body = {

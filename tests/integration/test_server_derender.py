@@ -191,7 +191,7 @@ def test_a_bare_answer_is_derendered_in_either_encoding(omni_server: ServerProce
     assert single["choices"][0]["text"] == expected["choices"][0]["message"]["content"]
 
 
-def test_answers_of_others_are_derendered(omni_server: ServerProcess) -> None:
+def test_answers_of_other_engines_are_derendered(omni_server: ServerProcess) -> None:
     """Those that say neither what stopped them nor how many tokens there were."""
     ids = _post(omni_server, "/tokenize", {"prompt": "one two", "add_special_tokens": False})
     tokens = ids["tokens"]
@@ -276,7 +276,7 @@ def test_bad_answers_are_refused_by_their_field(
     assert response.json()["error"]["param"] == param
 
 
-def test_states_that_nobody_gave_are_refused(omni_server: ServerProcess) -> None:
+def test_forged_stream_states_are_refused(omni_server: ServerProcess) -> None:
     body: Body = {"stream": True, "generate_chunk": _GOOD}
     good = _post(omni_server, f"{CHAT}/derender", body)["stream_state"]
     assert _post(omni_server, f"{CHAT}/derender", {**body, "stream_state": _STATE})["chunk"]

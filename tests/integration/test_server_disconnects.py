@@ -106,7 +106,7 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(
     assert all(after <= num + 40 for after, num in zip(threads_after, threads, strict=True))
 
 
-def test_who_leaves_holds_no_room_for_media(fault_server: ServerProcess) -> None:
+def test_clients_that_left_hold_no_room_for_media(fault_server: ServerProcess) -> None:
     """Of more images than the cache has room for: those that come later still find some."""
     server = fault_server
     name = "sensorium:cache_oversize_total"
@@ -127,7 +127,7 @@ def test_who_leaves_holds_no_room_for_media(fault_server: ServerProcess) -> None
     assert server.get_metrics()[name] == before
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(fault_server: ServerProcess) -> None:
+def test_a_client_that_does_not_read_delays_no_other(fault_server: ServerProcess) -> None:
     server = fault_server
     body = make_body("much", max_tokens=400, stream=True, n=2, logprobs=True, top_logprobs=20)
 
@@ -171,7 +171,7 @@ def make_bad_images() -> list[bytes]:
     return [make_bmp(), make_webp(b"VP8X"), b"not an image at all", whole[:60]]
 
 
-def test_bad_images_cost_nobody_else_anything(fault_server: ServerProcess) -> None:
+def test_bad_images_do_not_affect_other_clients(fault_server: ServerProcess) -> None:
     server = fault_server
     good = [make_body(f"fine {i}", make_image_url(5000 + i), max_tokens=40) for i in range(8)]
     expected = [reply.text for reply in ask_all(server, good)]
@@ -189,6 +189,6 @@ def test_bad_images_cost_nobody_else_anything(fault_server: ServerProcess) -> No
     wait_until_idle(server)
 
 
-def test_it_still_serves(fault_server: ServerProcess) -> None:
+def test_the_server_still_answers_afterwards(fault_server: ServerProcess) -> None:
     assert ask(fault_server, make_body("hello", make_image_url(1))).is_good
-    wait_until(lambda: fault_server.get("/load").json() == {"server_load": 0}, "nobody is there")
+    wait_until(lambda: fault_server.get("/load").json() == {"server_load": 0}, "no request is left")

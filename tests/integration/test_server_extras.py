@@ -87,7 +87,7 @@ def test_generation_prompt_is_added_unless_it_is_unwanted(client: OpenAI, omni_l
     assert "assistant" in omni_llm.get_tokenizer().decode(added)
 
 
-def test_final_message_is_continued_on_demand(client: OpenAI, omni_llm: LLM) -> None:
+def test_the_final_message_is_continued_on_demand(client: OpenAI, omni_llm: LLM) -> None:
     messages = [*ask("What is it?"), {"role": "assistant", "content": "It is a"}]
     continued = chat(client, messages, extra_body={"continue_final_message": True})
     ended = chat(client, messages)

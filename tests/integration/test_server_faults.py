@@ -1,4 +1,4 @@
-"""Processes of a server are killed under load: what they had ends clearly, the rest goes on."""
+"""Processes of a server are killed under load: their requests end clearly, the others continue."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_killed_core_fails_its_requests_clearly_and_comes_back(
 
 
 @pytest.mark.slow
-def test_without_a_core_requests_are_refused_and_who_still_loads_media_stays(
+def test_without_a_core_new_requests_are_refused_and_those_that_load_media_wait(
     fault_server: ServerProcess,
 ) -> None:
     server, host, is_back = fault_server, MediaServer(), threading.Event()
@@ -168,7 +168,7 @@ def test_a_killed_frontend_takes_only_its_own_requests_with_it(
         crowd = Crowd(server, bodies)
         await crowd.wait_until_streaming()
         core = get_child(server, "core_main")
-        kill(core, signal.SIGSTOP)  # nobody's answer ends while a victim is chosen
+        kill(core, signal.SIGSTOP)  # no answer ends while a victim is chosen
         try:
             assert server.get_metrics()["vllm:num_requests_running"] == len(bodies)
             victim = max(frontends, key=lambda frontend: sum(find_own(frontend, crowd)))
@@ -197,7 +197,7 @@ def test_a_killed_frontend_takes_only_its_own_requests_with_it(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: ServerProcess) -> None:
+def test_a_killed_worker_of_the_pool_fails_no_request(fault_server: ServerProcess) -> None:
     server = fault_server
     wait_until(
         lambda: (
@@ -232,7 +232,7 @@ def test_a_killed_worker_of_the_pool_costs_nobody_an_answer(fault_server: Server
     assert not any(map(is_alive, workers))
 
 
-def test_no_zombie_is_left(fault_server: ServerProcess) -> None:
+def test_all_killed_processes_were_reaped(fault_server: ServerProcess) -> None:
     """Of all that was killed above."""
     wait_until_idle(fault_server)
     wait_until(lambda: all(map(is_alive, fault_server.get_process_ids())), "the dead are buried")

@@ -103,7 +103,7 @@ def wait_until_idle(server: ServerProcess) -> None:
     )
 
 
-def test_metrics_are_what_was_done(server: ServerProcess) -> None:
+def test_metrics_count_what_was_done(server: ServerProcess) -> None:
     server.reset_caches()
     wait_until_idle(server)
     before = server.get_metrics()
@@ -242,7 +242,7 @@ def test_series_of_the_reference_are_there_from_the_start(server: ServerProcess)
     assert wanted <= stages
 
 
-def test_busy_server_says_its_hit_rates(shared_server: ServerProcess) -> None:
+def test_a_busy_server_logs_its_hit_rates(shared_server: ServerProcess) -> None:
     question = ask(make_image_part(90), "What is this?")
     num_lines = len(shared_server.lines)
 

@@ -61,7 +61,7 @@ def wait_until_idle(server: ServerProcess) -> None:
     wait_until(is_idle, "nothing of a session is left")
 
 
-def test_the_embedded_model_writes_down_what_is_said(server: ServerProcess) -> None:
+def test_the_embedded_model_transcribes_live_speech(server: ServerProcess) -> None:
     wait_until_idle(server)  # sessions of other tests are counted when they end
     before = server.get_metrics()
     with begin(server) as talker:
@@ -89,7 +89,7 @@ def test_the_embedded_model_writes_down_what_is_said(server: ServerProcess) -> N
     assert count("audio_seconds_total") == pytest.approx(received_s)
 
 
-def test_the_openai_package_commits_by_itself(server: ServerProcess) -> None:
+def test_the_openai_package_commits_without_turn_detection(server: ServerProcess) -> None:
     async def talk() -> str:
         client = AsyncOpenAI(base_url=server.get_url("/v1"), api_key="none", max_retries=0)
         async with client, client.realtime.connect(model=EMBEDDED_MODEL) as connection:
@@ -98,8 +98,8 @@ def test_the_openai_package_commits_by_itself(server: ServerProcess) -> None:
             )
             audio = to_pcm16(read_sample("speech", 24_000))
             for start in range(0, len(audio), 9600):
-                audio = base64.b64encode(audio[start : start + 9600]).decode()
-                await connection.input_audio_buffer.append(audio=audio)
+                chunk = base64.b64encode(audio[start : start + 9600]).decode()
+                await connection.input_audio_buffer.append(audio=chunk)
             await connection.input_audio_buffer.commit()
             async for event in connection:
                 assert event.type != "error", event
@@ -152,7 +152,7 @@ def test_many_sessions_that_are_dropped_leave_nothing(server: ServerProcess) -> 
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == WORDS["speech"]
 
 
-def test_a_session_survives_the_core() -> None:
+def test_a_session_survives_a_killed_core() -> None:
     with serve(EMBEDDED_MODEL) as running, begin(running) as talker:
         audio = speak("speech")
         talker.say(audio)
@@ -169,7 +169,7 @@ def test_a_session_survives_the_core() -> None:
         assert talker.receive_until(COMPLETED)[-1]["transcript"] == WORDS["speech"]
 
 
-def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
+def test_a_server_that_is_stopped_transcribes_the_last_words() -> None:
     waits = ("--shutdown-timeout", "3600")  # for sessions: there is none left to wait for
     with serve(EMBEDDED_MODEL, *waits) as running, begin(running) as talker:
         talker.say(speak("speech")[: -RATE // 2])  # the end of the turn is not found yet
@@ -188,7 +188,9 @@ def test_a_server_that_is_stopped_writes_down_the_last_words() -> None:
         assert running.wait() == 0
 
 
-def test_whisper_hears_turns_too(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+def test_whisper_transcribes_commits_and_turns(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
     directory = make_brief(tiny_model("whisper"), tmp_path / "whisper")
     with serve(str(directory)) as running:
         audio = speak("speech")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.xdist_group("server-realtime-limits")
 OPENAI = "?intent=transcription"
 FAILED = "conversation.item.input_audio_transcription.failed"
 LIMIT = 3
-NUM_LOOKS = 8  # new connections, of which each frontend takes some
+NUM_LOOKS = 8  # new connections: each frontend takes some
 NUM_TRIES = 30
 SHUTDOWN_S = 3.0
 
@@ -118,7 +118,7 @@ def test_a_session_that_outlasts_the_shutdown_timeout_is_closed_on_time() -> Non
         messages = talker.receive_until("error")
         assert time.monotonic() - began >= SHUTDOWN_S - 0.5
         failed = [each["error"] for each in messages if each["type"] == FAILED]
-        assert len(failed) == 2  # each turn, the one that waits too
+        assert len(failed) == 2  # each turn, also the one that waits
         assert all("stopping" in error["message"] for error in failed), failed
         assert messages[-1]["error"]["code"] == "session_draining"
         with pytest.raises(ConnectionClosed) as caught:

@@ -72,7 +72,7 @@ def test_msgpack_has_the_same_without_base64(omni_server: ServerProcess) -> None
     assert {**packed, "request_id": ""} == {**plain, "request_id": ""}
 
 
-def test_a_rendered_request_says_what_the_caller_said(omni_server: ServerProcess) -> None:
+def test_a_rendered_request_keeps_the_fields_of_the_caller(omni_server: ServerProcess) -> None:
     said: Body = {
         "n": 2,
         "seed": 5,
@@ -105,7 +105,7 @@ def test_each_prompt_of_a_completion_is_rendered(omni_server: ServerProcess) -> 
     assert _post(omni_server, "/tokenize", {"prompt": "two"})["tokens"] == second["token_ids"]
 
 
-def test_text_survives_tokens(omni_server: ServerProcess) -> None:
+def test_text_survives_tokenize_and_detokenize(omni_server: ServerProcess) -> None:
     text = "Grüße, 世界! 🙂"
     answer = _post(omni_server, "/tokenize", {"prompt": text})
     assert answer["token_strs"] is None
@@ -113,7 +113,7 @@ def test_text_survives_tokens(omni_server: ServerProcess) -> None:
     assert _post(omni_server, "/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
-def test_what_is_too_long_is_counted_and_not_rendered(omni_server: ServerProcess) -> None:
+def test_a_prompt_that_is_too_long_is_counted_but_not_rendered(omni_server: ServerProcess) -> None:
     body = {"prompt": "hello " * 3000}
     assert _post(omni_server, "/tokenize", body)["count"] > 2048
     for path, more in ((COMPLETIONS, body), (CHAT, {"messages": ask(body["prompt"])})):
@@ -123,7 +123,7 @@ def test_what_is_too_long_is_counted_and_not_rendered(omni_server: ServerProcess
             assert "context" in refused.json()["error"]["message"]
 
 
-def test_render_and_tokenize_are_counted_apart(omni_server: ServerProcess) -> None:
+def test_render_and_tokenize_are_counted_separately(omni_server: ServerProcess) -> None:
     """The main cache gets no query and no hit, and the core is asked for nothing."""
     before = omni_server.get_metrics()
     messages = ask("see", make_image_part(77), make_audio_part(77))

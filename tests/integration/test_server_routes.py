@@ -1,4 +1,4 @@
-"""The routes beside those for text: models, health, load, metrics, and what all answers have."""
+"""The routes that don't generate: models, health, load, metrics, and what all answers have."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_models_are_those_that_are_served(omni_server: ServerProcess) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (404, "model")
 
 
-def test_a_model_that_chats_about_audios_transcribes(omni_server: ServerProcess) -> None:
+def test_a_model_that_chats_about_audio_transcribes(omni_server: ServerProcess) -> None:
     for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
         response = omni_server.post(path, files={"file": ("sound.wav", make_wav())})
         assert response.status_code == 200, response.text
         assert response.json()["usage"]["input_token_details"]["audio_tokens"] > 0
 
 
-def test_those_who_watch_are_answered(omni_server: ServerProcess) -> None:
+def test_health_version_load_and_metrics_are_served(omni_server: ServerProcess) -> None:
     assert omni_server.get("/health").status_code == 200
     assert omni_server.get("/ping").status_code == omni_server.post("/ping").status_code == 200
     assert omni_server.get("/version").json() == {
@@ -47,7 +47,7 @@ def test_those_who_watch_are_answered(omni_server: ServerProcess) -> None:
         },
     }
     # Those whom others left behind may still be leaving.
-    wait_until(lambda: omni_server.get("/load").json() == {"server_load": 0}, "nobody is there")
+    wait_until(lambda: omni_server.get("/load").json() == {"server_load": 0}, "no request is left")
     metrics = omni_server.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
     assert "vllm:num_requests_running" in metrics.text
@@ -68,7 +68,7 @@ def test_answers_bear_the_id_of_their_request(omni_server: ServerProcess) -> Non
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 
-def test_unknown_routes_and_methods_are_told(omni_server: ServerProcess) -> None:
+def test_unknown_routes_and_methods_are_refused(omni_server: ServerProcess) -> None:
     assert omni_server.get("/nowhere").json()["error"]["code"] == "route_not_found"
     wrong = omni_server.get("/v1/chat/completions")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")

@@ -37,19 +37,19 @@ def ask_with(client: OpenAI, max_tokens: int = 16, **extra: Any) -> Answer:
     return chat(client, QUESTION, max_tokens=max_tokens, extra_body=extra)
 
 
-def test_max_completion_tokens_goes_before_max_tokens(client: OpenAI) -> None:
+def test_max_completion_tokens_takes_precedence_over_max_tokens(client: OpenAI) -> None:
     answer = chat(client, QUESTION, max_tokens=16, max_completion_tokens=3)
     assert (len(answer.token_ids), answer.choices[0].finish_reason) == (3, "length")
 
 
-def test_min_tokens_put_off_the_end(client: OpenAI, plain: Answer) -> None:
+def test_min_tokens_delay_the_end(client: OpenAI, plain: Answer) -> None:
     answer = ask_with(client, min_tokens=12)
     assert EOS not in answer.token_ids[:12]
     assert len(answer.token_ids) >= 12
     assert answer.token_ids[: len(plain.token_ids) - 1] == plain.token_ids[:-1]
 
 
-def test_ignore_eos_goes_on_to_the_limit(client: OpenAI, plain: Answer) -> None:
+def test_ignore_eos_continues_to_the_limit(client: OpenAI, plain: Answer) -> None:
     answer = ask_with(client, ignore_eos=True)
     assert len(answer.token_ids) == 16
     assert answer.choices[0].finish_reason == "length"
@@ -75,7 +75,7 @@ def test_logit_bias_forbids_and_forces(client: OpenAI, plain: Answer) -> None:
     [{"repetition_penalty": 50.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}],
     ids=lambda extra: next(iter(extra)),
 )
-def test_penalties_change_what_is_said_again(
+def test_penalties_change_what_is_repeated(
     client: OpenAI, plain: Answer, extra: dict[str, Any]
 ) -> None:
     assert len(set(plain.token_ids)) < len(plain.token_ids)  # it repeats itself

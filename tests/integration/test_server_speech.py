@@ -1,4 +1,4 @@
-"""The `openai` client sends sounds: every format, streams, bad uploads, clients that leave."""
+"""The `openai` client sends audio: every format, streams, bad uploads, clients that leave."""
 
 from __future__ import annotations
 
@@ -99,10 +99,9 @@ def transcribe(client: OpenAI, audio: bytes = SHORT, **fields: Any) -> Any:
 
 
 def check_times(times: list[tuple[float, float]], duration_s: float) -> None:
-    """Check that times are in order and in the sound.
+    """Check that times are in order and within the audio.
 
-    The end of a subtitle is a millisecond after its start at least, even if that is the sound's
-    end.
+    A subtitle ends at least a millisecond after its start, even if it starts at the audio's end.
     """
     assert times
     starts = [start for start, _ in times]
@@ -141,7 +140,7 @@ def test_every_format_has_the_same_text_and_times(client: OpenAI) -> None:
     assert len(captions) == len(cues)
 
 
-def test_words_alone_come_without_segments(client: OpenAI) -> None:
+def test_words_may_come_without_segments(client: OpenAI) -> None:
     answer = transcribe(client, response_format="verbose_json", timestamp_granularities=["word"])
     assert answer.segments is None
     check_times([(word.start, word.end) for word in answer.words], SHORT_S)
@@ -229,7 +228,7 @@ def test_a_stream_is_the_whole_text(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_leaves_ends_its_transcript(served: Served, is_streamed: bool) -> None:
-    """Of a sound with at least twenty windows only those are computed that had begun."""
+    """Only the windows that had begun are computed, of at least twenty."""
     aborted = 'vllm:request_success_total{finished_reason="abort"}'
     windows = 'sensorium:core_requests_total{finished_reason="stop"}'
     before, num_before = served.count(aborted), served.count(windows)
@@ -253,7 +252,7 @@ def test_a_client_that_leaves_ends_its_transcript(served: Served, is_streamed: b
 # ---- caches and metrics
 
 
-def test_an_audio_file_that_comes_again_is_neither_decoded_nor_encoded(
+def test_a_recording_that_is_sent_again_is_neither_decoded_nor_encoded(
     client: OpenAI, served: Served
 ) -> None:
     levels = ("readonly", "processor", "transfer", "encoder")
@@ -303,7 +302,7 @@ def test_a_transcript_counts_as_one_request(client: OpenAI, served: Served) -> N
 
 
 def claim_ten_hours(audio: bytes) -> bytes:
-    """Return a WAV file whose header announces ten hours of samples."""
+    """Return a WAV file with a header that announces ten hours of samples."""
     num_bytes = 10 * 3600 * 16_000 * 2
     return (
         audio[:4]
@@ -315,7 +314,7 @@ def claim_ten_hours(audio: bytes) -> bytes:
 
 
 def make_clip_with_audio() -> bytes:
-    """Return a video with a sound track."""
+    """Return a video with an audio track."""
     file = io.BytesIO()
     samples = make_audio(SHORT_S, seed=0)
     with av.open(file, "w", format="matroska") as container:
@@ -338,7 +337,7 @@ FLAC = write_audio(make_audio(SHORT_S, seed=0), "FLAC", "PCM_16")
 
 
 def claim_ten_hours_of_flac(audio: bytes) -> bytes:
-    """Return a FLAC file whose header announces ten hours of samples, which is believed."""
+    """Return a FLAC file. Its header announces ten hours of samples, and is trusted."""
     # The number of samples has 36 bits, from the middle of this byte on.
     start, number = 21, 10 * 3600 * 16_000
     first = (audio[start] & 0xF0) | (number >> 32)
@@ -346,8 +345,8 @@ def claim_ten_hours_of_flac(audio: bytes) -> bytes:
 
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
-    "text": (b"Dear server, this is a letter. " * 20, "can't be opened as a sound"),
-    "picture": (write_image(make_pixels(), "PNG"), "can't be opened as a sound"),
+    "text": (b"Dear server, this is a letter. " * 20, "can't be opened as audio"),
+    "picture": (write_image(make_pixels(), "PNG"), "can't be opened as audio"),
     "silent film": (write_video(make_clip()), "no audio track"),
     "nothing": (b"", "is empty"),
     "only a header": (SHORT[:44], "no samples"),
@@ -358,7 +357,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", BAD_FILES)
 @pytest.mark.parametrize("stream", ["true", "false"])
-def test_a_file_without_an_audio_file_is_refused(served: Served, name: str, stream: str) -> None:
+def test_a_file_without_usable_audio_is_refused(served: Served, name: str, stream: str) -> None:
     content, words = BAD_FILES[name]
     ended = 'vllm:request_success_total{finished_reason="error"}'
     num_ended = served.count(ended)
@@ -370,7 +369,7 @@ def test_a_file_without_an_audio_file_is_refused(served: Served, name: str, stre
     served.wait_until_nothing_is_left()
 
 
-def test_a_file_is_heard_as_far_as_it_goes(client: OpenAI) -> None:
+def test_a_file_shorter_than_its_header_says_is_transcribed_to_its_end(client: OpenAI) -> None:
     """A header may announce more samples than there are, as that of a recording that was cut."""
     whole = transcribe(client, response_format="verbose_json")
     for audio in (claim_ten_hours(SHORT), make_clip_with_audio()):
@@ -428,15 +427,15 @@ MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
     [
         ("/v1/chat/completions", MESSAGES, 400, ROUTE),
         ("/v1/completions", {"prompt": "Hello"}, 400, ROUTE),
-        ("/tokenize", {"prompt": "Hello"}, 400, "exactly one sound"),
+        ("/tokenize", {"prompt": "Hello"}, 400, "exactly one audio item"),
         ("/tokenize", MESSAGES, 400, "no chat template"),
         ("/detokenize", {"tokens": [10, 11]}, 200, "prompt"),
         ("/v1/chat/completions/render", MESSAGES, 400, "no chat template"),
-        ("/v1/completions/render", {"prompt": "Hello"}, 400, "exactly one sound"),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}, 400, "one sound"),
+        ("/v1/completions/render", {"prompt": "Hello"}, 400, "exactly one audio item"),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}, 400, "one audio"),
     ],
 )
-def test_other_routes_answer_clearly(
+def test_other_routes_refuse_or_answer_clearly(
     served: Served, path: str, body: Any, status: int, words: str
 ) -> None:
     response = served.server.post(path, body)
@@ -444,6 +443,6 @@ def test_other_routes_answer_clearly(
     assert words in response.text
 
 
-def test_the_model_card_says_what_it_can_do(client: OpenAI) -> None:
+def test_the_model_card_has_its_capabilities(client: OpenAI) -> None:
     (card,) = client.models.list().data
     assert card.to_dict()["capabilities"] == ["transcription", "translation", "realtime"]

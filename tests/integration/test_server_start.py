@@ -52,7 +52,7 @@ def run_to_its_end(
     return status, server.output
 
 
-def test_start_says_what_was_resolved(server: ServerProcess) -> None:
+def test_the_start_prints_the_resolved_settings(server: ServerProcess) -> None:
     is_shared = "shm" in server.flags
     for words in (
         r"model\s+\S*qwen2_5_omni",
@@ -78,7 +78,7 @@ def test_help_has_every_flag() -> None:
     assert set(FLAGS.split()) - flags == set()
 
 
-def test_port_in_use_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported_before_anything_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         status, said = run_to_its_end("nowhere/nothing", "--port", str(port), TMPDIR=str(tmp_path))

@@ -102,7 +102,7 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(start: Start, folder: P
         crowd = Crowd(server, bodies)
         await crowd.wait_until_taken()
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(wait_until, lambda: is_refused(server), "it takes nobody")
+        await asyncio.to_thread(wait_until, lambda: is_refused(server), "it refuses connections")
         return await crowd.finish()
 
     replies = asyncio.run(stop())
@@ -113,13 +113,12 @@ def test_sigterm_lets_requests_end_and_takes_no_new_ones(start: Start, folder: P
 
 
 @pytest.mark.slow
-def test_who_is_not_done_in_time_is_told_so(
+def test_requests_that_are_not_done_in_time_end_with_an_error(
     start: Start, folder: Path, silent_host: MediaServer
 ) -> None:
     """A stream ends with an event, a whole answer with its status.
 
-    So do requests that are still being prepared, or that arrive slowly. An interrupt is a signal
-    too.
+    So do requests that are still being prepared, or that arrive slowly. SIGINT does the same.
     """
     flags = ("--allow-private-media-addresses", "--media-deadline", "3600")
     server = start("--shutdown-timeout", "0.5", *flags)
@@ -159,7 +158,7 @@ def test_a_second_signal_stops_at_once(start: Start, folder: Path) -> None:
         crowd = Crowd(server, [make_body("endless", max_tokens=LONG, stream=True)] * 2)
         await crowd.wait_until_streaming()
         server.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(wait_until, lambda: is_refused(server), "it takes nobody")
+        await asyncio.to_thread(wait_until, lambda: is_refused(server), "it refuses connections")
         server.process.send_signal(signal.SIGTERM)
         second = time.monotonic()
         await asyncio.to_thread(server.process.wait, 60)
@@ -182,7 +181,7 @@ def test_a_server_can_be_stopped_while_it_starts(start: Start, folder: Path) -> 
     check_nothing_is_left(pids, folder)
 
 
-def test_a_killed_parent_takes_all_with_it_and_its_neighbour_lives(
+def test_all_processes_end_with_a_killed_parent_and_another_server_lives(
     start: Start, folder: Path, omni_server: ServerProcess
 ) -> None:
     """The other server is another one of this machine, with work of its own."""
@@ -211,7 +210,7 @@ def test_a_killed_parent_takes_all_with_it_and_its_neighbour_lives(
 
 
 @pytest.mark.slow
-def test_a_closed_output_is_no_reason_to_stop_or_to_stay(
+def test_a_server_with_a_closed_output_serves_and_can_be_stopped(
     folder: Path, tiny_model: Callable[[str], str]
 ) -> None:
     """The reader of the log is gone: requests are served, and a signal still ends the server."""

@@ -1,6 +1,6 @@
-"""Live sessions of a model that takes a sound while it goes on, over a real server.
+"""Live sessions of a streaming model, over a real server.
 
-What the tokens have to be is in `tests/parity/test_streamed_sounds.py`.
+`tests/parity/test_streaming_audio.py` compares its tokens with Transformers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def wait_until_idle(server: ServerProcess) -> None:
     wait_until(is_idle, "nothing of a session is left")
 
 
-def test_sessions_with_different_delays_beside_files(
+def test_sessions_with_different_delays_run_together_with_files(
     server: ServerProcess, audios: list[Samples], texts: list[str]
 ) -> None:
     assert len(set(texts)) == len(texts)
@@ -109,10 +109,10 @@ def test_sessions_with_different_delays_beside_files(
     wait_until_idle(server)
 
 
-def test_the_dialect_of_vllm(
+def test_sessions_in_vllms_protocol_are_transcribed(
     server: ServerProcess, audios: list[Samples], texts: list[str]
 ) -> None:
-    """One text for each sound, and two sounds in one connection."""
+    """Each recording has one text, also two recordings in one connection."""
     with Talker(server.get_url()) as talker:
         talker.receive()
         for number in (2, 7):
@@ -146,7 +146,7 @@ def test_text_comes_before_the_commit(server: ServerProcess, audios: list[Sample
         ({"prompt": "names"}, "leave it out"),
     ],
 )
-def test_options_that_the_model_can_not_have(
+def test_options_that_the_model_can_not_take_are_refused(
     server: ServerProcess, fields: dict[str, Any], words: str
 ) -> None:
     with Talker(server.get_url(), OPENAI) as talker:
@@ -171,10 +171,10 @@ def test_the_command_line_sends_the_delay(server: ServerProcess, delay: str, wor
     assert words in found.stderr.decode()
 
 
-def test_a_client_vanishes_and_the_core_is_killed(
+def test_a_vanished_client_and_a_killed_core_end_no_other_session(
     model: str, audios: list[Samples], texts: list[str]
 ) -> None:
-    """The item that was spoken fails, and the session goes on with the next core."""
+    """The item that was being spoken fails, and the session continues with the next core."""
     with serve(model, "--max-model-len", "1024") as server:
         gone = begin(server)
         gone.say(audios[0], step=TOKEN)
@@ -194,8 +194,8 @@ def test_a_client_vanishes_and_the_core_is_killed(
         wait_until_idle(server)
 
 
-def test_turns_are_found(server: ServerProcess) -> None:
-    """A sound of tones alone has no voice, so there is no turn and no text."""
+def test_turn_detection_finds_no_turns_in_silence(server: ServerProcess) -> None:
+    """Pure tones are no speech, so there is no turn and no text."""
     with begin(server, turn_detection={"type": "server_vad"}) as talker:
         talker.say(make_tones(3, 2.0) * 0.0, step=TOKEN)
         talker.send("session.update", session={"type": "transcription"})

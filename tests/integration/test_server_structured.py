@@ -74,14 +74,14 @@ def test_response_format_gives_json(client: OpenAI, stream: bool) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_extras_of_this_field_are_followed(
+def test_other_fields_for_structured_outputs_are_followed(
     client: OpenAI, fields: dict[str, Any], pattern: str, stream: bool
 ) -> None:
     text, reason = ask(client, stream=stream, extra_body=fields)
     assert (bool(re.fullmatch(pattern, text)), reason) == (True, "stop"), text
 
 
-def test_completions_take_them_too(client: OpenAI) -> None:
+def test_completions_may_have_structured_outputs(client: OpenAI) -> None:
     made = client.completions.create(
         model=MODEL,
         prompt=["hello", "you"],
@@ -117,7 +117,7 @@ def test_completions_take_them_too(client: OpenAI) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_can_not_be_met_is_a_400_that_names_the_field(
+def test_an_impossible_constraint_is_a_400_that_names_the_field(
     client: OpenAI, fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(BadRequestError) as caught:
@@ -127,7 +127,7 @@ def test_what_can_not_be_met_is_a_400_that_names_the_field(
     assert ask(client, extra_body={"guided_choice": ["on"]}) == ("on", "stop")
 
 
-def test_requests_with_other_grammars_and_none_are_answered_together(client: OpenAI) -> None:
+def test_requests_with_and_without_grammars_are_answered_together(client: OpenAI) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     free = {"temperature": 0.0, "max_tokens": 20}

@@ -1,4 +1,4 @@
-"""Tools and reasoning as the `openai` client uses them, with a model whose template knows both."""
+"""Tools and reasoning as the `openai` client uses them, with a template that has both."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def ask(client: OpenAI, messages: list[Any] | None = None, **options: Any) -> An
     return client.chat.completions.create(**options)
 
 
-def test_formats_are_found_in_the_template(server: ServerProcess) -> None:
+def test_tool_formats_are_found_in_the_template(server: ServerProcess) -> None:
     assert "formats of answers: tool calls hermes, reasoning qwen3" in server.output
 
 
@@ -116,7 +116,7 @@ def test_tools_change_nothing_of_an_answer_without_calls(client: OpenAI) -> None
     assert texts == [c.message.content for c in plain.choices]
 
 
-def test_reasoning_that_the_template_opens_is_told_apart(client: OpenAI) -> None:
+def test_reasoning_that_the_template_opens_is_separated_from_the_answer(client: OpenAI) -> None:
     options: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     message = ask(client, **options, max_tokens=12, temperature=0).choices[0].message
     assert message.content is None
@@ -127,8 +127,8 @@ def test_reasoning_that_the_template_opens_is_told_apart(client: OpenAI) -> None
         for choice in chunk.choices
     ]
     assert not any(delta.content for delta in deltas)
-    told = "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
-    assert told == message.model_extra["reasoning_content"]
+    streamed = "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas)
+    assert streamed == message.model_extra["reasoning_content"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The `openai` client reads in `usage` how many tokens of a prompt are images, sounds, videos."""
+"""The `openai` client reads in `usage` how many tokens of a prompt are images, audio, videos."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_outputs_of_the_engine_have_the_tokens_of_their_media(omni_llm: LLM, cou
     assert output.mm_tokens == {}
 
 
-def test_an_audio_file_beside_the_prompt_is_none_of_its_tokens(tiny_model: TinyModel) -> None:
+def test_audio_outside_the_prompt_is_none_of_its_tokens(tiny_model: TinyModel) -> None:
     audio = np.random.default_rng(0).standard_normal(16_000).astype(np.float32)
     prompt: Any = {
         "prompt": "<|startoftranscript|>",
@@ -129,7 +129,7 @@ def test_an_audio_file_beside_the_prompt_is_none_of_its_tokens(tiny_model: TinyM
     assert output.mm_tokens == {}
 
 
-def test_a_server_counts_no_audio_beside_the_prompt(tiny_model: TinyModel) -> None:
+def test_a_server_counts_no_audio_outside_the_prompt(tiny_model: TinyModel) -> None:
     directory = tiny_model("whisper")
     start = AutoConfig.from_pretrained(directory).decoder_start_token_id
     url = f"data:audio/wav;base64,{as_base64(make_wav())}"

@@ -59,7 +59,7 @@ def disk(llm: LLM) -> Iterator[StuckDisk]:
 
 
 def check_idle(llm: LLM) -> None:
-    while llm.core.is_busy:  # a step may be under way whose requests have ended
+    while llm.core.is_busy:  # a step of requests that have ended may still be under way
         llm._step()
     assert_nothing_is_left(llm)
 

@@ -79,7 +79,7 @@ def test_a_stop_string_given_as_one_string_is_one_stop_string(llm: LLM) -> None:
     assert stopped.text == free.text[: free.text.index(stop)]
 
 
-def test_a_stop_string_before_the_least_number_of_tokens_is_passed_over(llm: LLM) -> None:
+def test_a_stop_string_before_the_least_number_of_tokens_is_ignored(llm: LLM) -> None:
     params, free, stop = find_border(llm)
     end = len(generate(llm, replace(params, stop=(stop,))).token_ids)
     passed = generate(llm, replace(params, stop=(stop,), min_tokens=end))

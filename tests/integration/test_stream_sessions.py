@@ -1,4 +1,4 @@
-"""Live sessions of a model that takes a sound while it goes on, over a core in this process."""
+"""Live sessions of a streaming model, over a core in this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_audio_decides_when_a_text_ends(
     events: list[LiveEvent] = []
 
     async def test(engine: AsyncEngine, _: Any) -> None:
-        audios: Any = engine._inputs.processor.beside
+        audios: Any = engine._inputs.processor.outside_audio
         model = StreamedModel(processor=audios, tokenizer=engine.tokenizer, silent_ids=())
         session = StreamSource(engine, model).open(LiveOptions(turn_detection=None))
         try:
@@ -66,14 +66,14 @@ def test_the_audio_decides_when_a_text_ends(
     assert done.transcript.usage.num_output_tokens > 4.0 / 0.08
 
 
-def test_times_go_on_when_turn_detection_begins(
+def test_times_continue_when_turn_detection_begins(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """They count from the begin of the session, also what came before the detection."""
+    """They count from the start of the session, including audio before the detection."""
     events: list[LiveEvent] = []
 
     async def test(engine: AsyncEngine, _: Any) -> None:
-        audios: Any = engine._inputs.processor.beside
+        audios: Any = engine._inputs.processor.outside_audio
         model = StreamedModel(processor=audios, tokenizer=engine.tokenizer, silent_ids=())
         source = StreamSource(engine, model, make_detector=LoudnessDetector)
         session = source.open(LiveOptions(turn_detection=None))
@@ -110,15 +110,15 @@ def remove_window(directory: str, target: Path) -> str:
 
 @pytest.mark.parametrize("is_detecting", [False, True])
 @pytest.mark.parametrize("chunk_s", [0.08, 8.0])
-def test_an_item_fails_in_words_when_a_context_without_a_window_is_full(
+def test_an_item_fails_with_a_reason_when_a_context_without_a_window_is_full(
     tiny_model: Callable[[str], str], tmp_path: Path, chunk_s: float, is_detecting: bool
 ) -> None:
-    """The session goes on with another item, and so do other requests."""
+    """The session continues with another item, and so do other requests."""
     events: list[LiveEvent] = []
     detection = TurnDetection() if is_detecting else None
 
     async def test(engine: AsyncEngine, _: Any) -> None:
-        audios: Any = engine._inputs.processor.beside
+        audios: Any = engine._inputs.processor.outside_audio
         model = StreamedModel(processor=audios, tokenizer=engine.tokenizer, silent_ids=())
         source = StreamSource(engine, model, make_detector=LoudnessDetector)
         session = source.open(LiveOptions(turn_detection=detection))
@@ -149,7 +149,7 @@ def test_an_item_fails_in_words_when_a_context_without_a_window_is_full(
         run(core, lambda *parts: asyncio.wait_for(test(*parts), 240))
         assert core.error is None
     (failed,) = [event for event in events if isinstance(event, Failed)]
-    assert "context is full: 3.92 s of this item are written down" in str(failed.error)
+    assert "context is full: 3.92 s of this item are transcribed" in str(failed.error)
     (done,) = [event for event in events if isinstance(event, Completed)]
     assert done.item_id != failed.item_id
     texts = {event.item_id for event in events if isinstance(event, TextDelta)}

@@ -24,7 +24,7 @@ from tests.support.engine import ROOMS, Trace, get_kv_bytes, get_token_ids, make
 MODELS = ["llama", "qwen2_5_vl"]
 PROMPTS = [f"{'Say something. ' * (index % 3 + 1)}{index}:" for index in range(8)]
 MAX_TOKENS = 24
-# The grammar knows all of its bytes ahead: its first mask takes half a second.
+# All bytes of the grammar are fixed: its first mask takes half a second.
 SLOW = {"choice": ["a" * 200_000]}
 GRAMMARS: list[dict[str, Any] | None] = [
     {"json": make_schema(5)},
@@ -98,7 +98,7 @@ def test_preemptions_change_nothing(
         }
         if constrained:
             return
-    pytest.fail("nobody with a grammar was preempted")
+    pytest.fail("no request with a grammar was preempted")
 
 
 class Results:
@@ -126,13 +126,13 @@ def get_values(logprobs: Any) -> list[float]:
 
 @pytest.fixture
 def llama(tiny_model: Callable[[str], str]) -> Iterator[LLM]:
-    # No prompt is long: each runs beside the others.
+    # No prompt counts as long: all run in one batch.
     options = {"max_num_batched_tokens": 16, "long_prefill_token_threshold": 0}
     with make_llm(tiny_model("llama"), **options) as llm:
         yield llm
 
 
-def test_a_grammar_of_many_states_keeps_nobody_waiting(
+def test_a_grammar_of_many_states_delays_no_other_request(
     llama: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

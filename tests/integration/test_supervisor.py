@@ -37,7 +37,7 @@ def get_address(ready_line: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def test_it_says_what_was_resolved_and_then_where_it_is(server: Supervised) -> None:
+def test_the_server_prints_its_settings_and_then_its_address(server: Supervised) -> None:
     server.start(api_server_count=2, media={"mm_processor_cache_gb": 0})
     first, *rows, last = server.read_until_ready()
     assert first.split() == ["Sensorium", f"{__version__}:", "loading", "a-model"]
@@ -48,7 +48,7 @@ def test_it_says_what_was_resolved_and_then_where_it_is(server: Supervised) -> N
     assert len(server.get_events(event="serves")) == 2
 
 
-def test_the_log_of_json_has_the_same_news(server: Supervised) -> None:
+def test_the_json_log_has_the_same_entries(server: Supervised) -> None:
     server.start(log_format="json")
     wait_until(lambda: "is ready: http" in server.get_stderr())
     lines = [json.loads(line) for line in server.get_stderr().splitlines()]
@@ -57,7 +57,9 @@ def test_the_log_of_json_has_the_same_news(server: Supervised) -> None:
     assert {line["process"] for line in lines} == {"parent"}
 
 
-def test_a_core_that_dies_is_replaced_and_every_frontend_hears_of_both(server: Supervised) -> None:
+def test_a_core_that_dies_is_replaced_and_every_frontend_is_notified_of_both(
+    server: Supervised,
+) -> None:
     server.start(api_server_count=2, media={"mm_processor_cache_gb": 0})
     server.read_until_ready()
     core = server.get_events("core-1", "StartCore")[0]
@@ -77,7 +79,7 @@ def test_a_core_that_dies_is_replaced_and_every_frontend_hears_of_both(server: S
     assert values.get("sensorium:process_restarts_total", kind="core") == 1
 
 
-def test_a_frontend_that_dies_is_replaced_and_the_core_hears_of_it(server: Supervised) -> None:
+def test_a_frontend_that_dies_is_replaced_and_the_core_is_notified(server: Supervised) -> None:
     server.start(api_server_count=2, media={"mm_processor_cache_gb": 0})
     server.read_until_ready()
     os.kill(server.get_events("f1-1", "StartFrontend")[0]["pid"], signal.SIGKILL)
@@ -117,7 +119,7 @@ def test_a_signal_drains_frontends_first_and_stops_the_core_last(
     server.check_nothing_is_left()
 
 
-def test_who_does_not_drain_in_time_is_killed(server: Supervised) -> None:
+def test_a_process_that_does_not_drain_in_time_is_killed(server: Supervised) -> None:
     server.behave("frontend", "deaf 1")
     server.start(shutdown_timeout=0.1, grace_s=5.0)
     server.read_until_ready()
@@ -152,7 +154,7 @@ def test_signals_to_children_change_nothing(server: Supervised) -> None:
     assert server.get_events("f0-1", "Drain")
 
 
-def test_it_can_be_stopped_while_it_starts(server: Supervised) -> None:
+def test_a_server_can_be_stopped_while_it_starts(server: Supervised) -> None:
     server.behave("core", "hang 1")
     server.start()
     server.wait_for_event("core-1", "StartCore")
@@ -163,7 +165,7 @@ def test_it_can_be_stopped_while_it_starts(server: Supervised) -> None:
 
 
 @pytest.mark.parametrize("kind", ["core", "frontend"])
-def test_what_can_not_start_at_first_ends_the_server_with_the_reason(
+def test_a_process_that_can_not_start_ends_the_server_with_the_reason(
     server: Supervised, kind: str
 ) -> None:
     server.behave(kind, "fail 1")
@@ -173,7 +175,7 @@ def test_what_can_not_start_at_first_ends_the_server_with_the_reason(
     server.check_nothing_is_left()
 
 
-def test_an_end_without_a_word_at_first_is_told_too(server: Supervised) -> None:
+def test_a_process_killed_at_the_start_is_reported_by_its_signal(server: Supervised) -> None:
     server.behave("core", "die 1")
     server.start()
     assert server.end() == 1
@@ -182,7 +184,7 @@ def test_an_end_without_a_word_at_first_is_told_too(server: Supervised) -> None:
 
 
 @pytest.mark.parametrize("kind", ["core", "frontend"])
-def test_who_never_stays_is_given_up(server: Supervised, kind: str) -> None:
+def test_a_process_that_always_dies_is_given_up(server: Supervised, kind: str) -> None:
     server.behave(kind, "fail 2")
     server.start()
     server.read_until_ready()
@@ -215,7 +217,7 @@ def test_shared_memory_is_reserved_once_and_inherited_by_every_core(server: Supe
     assert server.wait_for_event("core-2", "StartCore")["shm_bytes"] == first["shm_bytes"]
 
 
-def test_memory_that_is_not_there_is_an_error_before_anything_starts(server: Supervised) -> None:
+def test_too_little_memory_is_an_error_before_anything_starts(server: Supervised) -> None:
     server.start(media={"mm_processor_cache_type": "shm", "mm_processor_cache_gb": 2**19})
     assert server.end() == 1
     assert "the shared-memory cache can't reserve" in server.get_stderr()

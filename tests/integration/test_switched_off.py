@@ -32,7 +32,7 @@ _NOT_FINITE = "the image could not be encoded: some of its embeddings are not fi
 
 @pytest.fixture(scope="module")
 def blind_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model of an unlisted type whose vision tower gives values beyond those of floats."""
+    """A model of an unlisted type with a vision tower that overflows floats."""
     directory = tmp_path_factory.mktemp("blind") / "model"
     make_vipllava(directory)
     weights = load_file(directory / "model.safetensors")
@@ -46,7 +46,7 @@ def blind_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def unpreparable_model(
     tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> str:
-    """A model of a listed family whose processor's settings fit no picture."""
+    """A model of a listed family with processor settings that fit no picture."""
     directory = tmp_path_factory.mktemp("unpreparable") / "model"
     shutil.copytree(tiny_model("llava"), directory)
     path = directory / "processor_config.json"
@@ -98,7 +98,7 @@ def test_a_modality_whose_trial_fails_is_off(blind_server: ServerProcess) -> Non
         assert "WARNING" in line
 
 
-def test_it_is_off_again_when_the_core_was_restarted(blind_server: ServerProcess) -> None:
+def test_the_modality_is_off_again_when_the_core_was_restarted(blind_server: ServerProcess) -> None:
     (core,) = blind_server.find_children("core_main")
     kill(core)
     blind_server.wait_for_output("the core is ready again", 240)
@@ -113,13 +113,13 @@ def test_a_modality_whose_warm_up_fails_is_off(unpreparable_model: str) -> None:
         assert len(list_lines(server)) == 1
 
 
-def test_a_server_that_only_renders_has_it_off_too(unpreparable_model: str) -> None:
+def test_a_server_that_only_renders_also_has_the_modality_off(unpreparable_model: str) -> None:
     with serve(unpreparable_model, "--max-model-len", "1024", command="render") as server:
         reason = "a small image could not be prepared at start"
         check_image_is_off(server, "/v1/chat/completions/render", reason)
 
 
-def test_offline_it_is_an_error_with_the_reason(blind_model: str) -> None:
+def test_offline_the_modality_is_an_error_with_the_reason(blind_model: str) -> None:
     llm = LLM(blind_model, device="cpu", dtype="float32", max_model_len=1024)
     prompt: Any = {
         "prompt": "<image>what is it",
@@ -146,7 +146,7 @@ def test_the_description_of_a_model_has_what_is_off(
     assert _NOT_FINITE in text
 
 
-def test_a_modality_of_which_two_items_fail_is_limited_to_one(tmp_path: Path) -> None:
+def test_a_modality_that_fails_with_two_items_is_limited_to_one(tmp_path: Path) -> None:
     """The context has room for one small picture and a few words."""
     directory = make_vipllava(tmp_path / "model")
     reason = "a prompt with 2 small items leaves no room for words in a context of 48 tokens"
@@ -166,8 +166,8 @@ def test_a_modality_of_which_two_items_fail_is_limited_to_one(tmp_path: Path) ->
         assert "WARNING" in line
 
 
-def test_a_model_that_pads_audios_without_a_mask_hears_one_in_a_prompt(tmp_path: Path) -> None:
-    """Granite Speech: alone each sound is right, whatever else runs at the same time."""
+def test_a_model_that_pads_audio_without_a_mask_takes_one_item_per_prompt(tmp_path: Path) -> None:
+    """Granite Speech: one recording per prompt is right, whatever else is in the batch."""
     command = [sys.executable, "-m", "tests.integration.granite_speech", str(tmp_path / "model")]
     paths = [ROOT / "scripts"]
     if find_spec("torchaudio") is None:
@@ -187,7 +187,7 @@ def test_a_model_that_pads_audios_without_a_mask_hears_one_in_a_prompt(tmp_path:
     assert f"one a prompt: audio: {reason}\n" in found["description"]
 
 
-def test_what_a_model_takes_and_this_engine_does_not_is_said(
+def test_modalities_that_only_the_engine_lacks_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = make_phi4_multimodal(tmp_path / "model")

@@ -50,17 +50,17 @@ ABORTED = 'vllm:request_success_total{finished_reason="abort"}'
 
 @dataclass(frozen=True, kw_only=True)
 class Folder:
-    """A folder with a model, three sounds, and a letter that is named like a sound."""
+    """A folder with a model, three recordings, and a letter that is named like a recording."""
 
     path: Path
-    transcripts: list[Transcript]  # of the sounds
+    transcripts: list[Transcript]  # of the recordings
 
     @property
     def model(self) -> str:
         return str(self.path / "model")
 
     def get_blocks(self) -> list[str]:
-        """Return what is printed of each sound, if several are."""
+        """Return what is printed for each recording, if there are several."""
         return [
             f"==> {name} <==\n{as_plain(transcript, 'text')}"
             for name, transcript in zip(NAMES, self.transcripts, strict=True)
@@ -152,13 +152,13 @@ def test_a_file_that_fails_is_named_and_the_others_are_transcribed(
     assert result.out == "\n".join(folder.get_blocks()[:2])
     lines = result.err.splitlines()
     assert "sensorium: missing.wav: can't be read: No such file or directory" in lines
-    assert lines[1] == "sensorium: empty: the directory has no sounds and no videos"
+    assert lines[1] == "sensorium: empty: the directory has no audio and no videos"
     (letter,) = (line for line in lines if "letter.wav" in line)
-    assert re.fullmatch(r"sensorium: letter\.wav: .*can't be opened as a sound.*", letter)
+    assert re.fullmatch(r"sensorium: letter\.wav: .*can't be opened as audio.*", letter)
     assert len(lines) == 3
 
 
-def test_of_a_directory_all_audios_are_transcribed(
+def test_all_recordings_of_a_directory_are_transcribed(
     folder: Folder, run: Run, source: tuple[str, ...], tmp_path: Path
 ) -> None:
     recordings = tmp_path / "recordings"
@@ -217,7 +217,7 @@ def test_each_file_gets_a_transcript_in_a_directory(
     assert (target / "b.txt").read_text() == as_plain(folder.transcripts[1], "text")
 
 
-def test_an_audio_file_comes_on_stdin(
+def test_audio_may_come_on_stdin(
     folder: Folder, run: Run, source: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = io.BytesIO((folder.path / "a.wav").read_bytes())
@@ -268,7 +268,7 @@ def test_a_model_that_does_not_transcribe_is_named(
         (["a.wav", "--langauge=de"], "did you mean --language?"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_is_loaded(
+def test_wrong_usage_is_reported_before_anything_is_loaded(
     run: Run, words: list[str], reason: str
 ) -> None:
     result = run(*words)
@@ -380,7 +380,7 @@ def make_long(path: Path, seconds: float) -> str:
     return str(path)
 
 
-def test_the_bar_moves_within_an_audio_file_and_ctrl_c_ends_the_command(
+def test_the_progress_bar_moves_within_a_recording_and_ctrl_c_ends_the_command(
     folder: Folder, tmp_path: Path
 ) -> None:
     audio = make_long(tmp_path / "long.wav", 1200.0)
@@ -390,7 +390,7 @@ def test_the_bar_moves_within_an_audio_file_and_ctrl_c_ends_the_command(
         assert terminal.interrupt() == 130
         shown = terminal.read_terminal()
     assert "Traceback" not in shown
-    counts = re.findall(r"(\d+)/1200 s of sound", shown)
+    counts = re.findall(r"(\d+)/1200 s of audio", shown)
     assert counts, shown
     assert max(map(int, counts)) < 1200
 
@@ -413,10 +413,10 @@ def test_ctrl_c_ends_the_work_of_a_server(server: ServerProcess, tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["-", "pipe.wav"])
 def test_ctrl_c_ends_a_wait_for_a_pipe(name: str, tmp_path: Path) -> None:
-    """The sound is read until its end before any of it can be sent."""
+    """The audio is read to its end before any of it can be sent."""
     pipe = tmp_path / "pipe.wav"
     os.mkfifo(pipe)
-    keeper = os.open(pipe, os.O_RDWR)  # otherwise opening it would wait, too
+    keeper = os.open(pipe, os.O_RDWR)  # otherwise opening it would also wait
     command = [sys.executable, "-c", INTERRUPTIBLE_COMMAND, "transcribe"]
     with subprocess.Popen(
         [*command, "-" if name == "-" else str(pipe), "--url", "http://127.0.0.1:9"],

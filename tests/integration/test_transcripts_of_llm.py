@@ -1,4 +1,4 @@
-"""An `LLM` transcribes many sounds together: as they come, and whatever fails."""
+"""An `LLM` transcribes many recordings together, as they come, and whichever of them fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def transcribe(llm: LLM, audios: Any, **options: Any) -> Any:
 
 
 def get_parts(transcript: Transcript | None) -> Any:
-    """Return what does not depend on the other sounds of a step, in the last bits of a number."""
+    """Return what does not depend on the batch, not even in the last bits of a number."""
     assert transcript is not None
     parts = [(each.start, each.end, each.text, each.token_ids) for each in transcript.segments]
     return transcript.text, transcript.language, transcript.error, parts
@@ -54,14 +54,14 @@ def get_all(transcripts: Iterable[Transcript | None]) -> list[Any]:
     return [get_parts(transcript) for transcript in transcripts]
 
 
-def test_an_audio_file_that_fails_costs_the_others_nothing(llm: LLM, tmp_path: Path) -> None:
+def test_a_recording_that_fails_does_not_affect_the_others(llm: LLM, tmp_path: Path) -> None:
     expected = transcribe(llm, SOUNDS)
     assert all(transcript.text for transcript in expected)
     missing = tmp_path / "missing.wav"
     audios = [SOUNDS[0], BAD, SOUNDS[1], missing, SOUNDS[2]]
-    with pytest.raises(RequestError, match=r"sounds\[1\]: .*can't be opened as a sound") as caught:
+    with pytest.raises(RequestError, match=r"audios\[1\]: .*can't be opened as audio") as caught:
         transcribe(llm, audios)
-    assert caught.value.path == ("sounds", 1)
+    assert caught.value.path == ("audios", 1)
     found = transcribe(llm, audios, return_errors=True)
     assert [each.text for each in caught.value.outputs] == [each.text for each in found]
     assert get_all([found[0], found[2], found[4]]) == get_all(expected)
@@ -73,7 +73,7 @@ def test_an_audio_file_that_fails_costs_the_others_nothing(llm: LLM, tmp_path: P
     assert caught.value.path == ()
 
 
-def test_a_bug_and_a_failing_engine_fail_one_audio_only(
+def test_a_bug_and_a_failing_engine_fail_only_one_recording(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = transcribe(llm, SOUNDS)
@@ -109,7 +109,7 @@ def test_a_stream_gives_each_segment_once_and_the_seconds_that_are_done(llm: LLM
         assert {delta.duration_s for delta in own} == {expected.duration_s}
         assert times[-1] == expected.duration_s
     long = [delta.done_s for delta in deltas if delta.index == 0]
-    assert len({round(time, 3) for time in long}) > 3  # it moves within a sound
+    assert len({round(time, 3) for time in long}) > 3  # it moves within a recording
     (failed,) = (delta for delta in deltas if delta.index == 3)
     assert failed.final is not None
     assert failed.final.error is not None
@@ -146,12 +146,12 @@ def test_an_interruption_leaves_nothing(directory: str, is_after: bool) -> None:
     llm.close()
 
 
-def test_what_a_model_can_not_do_is_refused_at_once(
+def test_unsupported_options_are_refused_at_once(
     llm: LLM, tiny_model: Callable[[str], str]
 ) -> None:
     with pytest.raises(RequestError, match=r"unknown option\(s\) colour"):
         llm.stream_transcripts(SOUNDS, colour="red")  # type: ignore[call-arg]
-    with pytest.raises(RequestError, match=r"sounds\[0\]\.language: Unknown language 'ja'"):
+    with pytest.raises(RequestError, match=r"audios\[0\]\.language: Unknown language 'ja'"):
         transcribe(llm, SOUNDS, language="ja")
     moonshine = make_llm(tiny_model("moonshine"), max_model_len=None)
     with pytest.raises(RequestError, match="needs_words: this model does not give"):
@@ -161,12 +161,12 @@ def test_what_a_model_can_not_do_is_refused_at_once(
     with pytest.raises(RequestError, match="language: 'klingon' is no known language"):
         transcribe(moonshine, SOUNDS, language="klingon")
     assert transcribe(moonshine, SOUNDS, language="English")[0].language == "en"
-    # The pieces of a long sound are what is done of it. Four of them run at a time.
+    # `done_s` counts the pieces of a long recording. Four of them run at a time.
     audio = (make_audio(150.0, seed=3), RATE)
     times = [delta.done_s for delta in moonshine.stream_transcripts(audio)]
     assert len(set(times)) >= 3
     assert times[-1] == 150.0
-    with pytest.raises(RequestError, match="only writes down speech"):
+    with pytest.raises(RequestError, match="only transcribes speech"):
         moonshine.chat([{"role": "user", "content": "Hello!"}])
     with pytest.raises(RequestError, match="does not transcribe"):
         make_llm(tiny_model("llama")).stream_transcripts(SOUNDS)

@@ -15,7 +15,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 import sensorium.engine.assembly.builder as builder
-import sensorium.models.loading as loading
+import sensorium.models.families as families
 from sensorium import LLM, ModelError, RequestError, SamplingParams
 from sensorium.core.request import SchedulerCounters
 from sensorium.multimodal.processing.dummy_media import make_dummy_media
@@ -46,8 +46,8 @@ SWITCHED_OFF = {
 @pytest.fixture
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """No family code at all, and a trial for every model."""
-    monkeypatch.setattr(builder, "ADAPTERS", {})
-    monkeypatch.setattr(loading, "ADAPTERS", {})
+    monkeypatch.setattr(builder, "KNOWN_MODELS", {})
+    monkeypatch.setattr(families, "KNOWN_MODELS", {})
 
 
 def get_figures(caplog: pytest.LogCaptureFixture) -> dict[str, tuple[float, float, float, float]]:

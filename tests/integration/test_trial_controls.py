@@ -12,7 +12,7 @@ import torch
 
 import sensorium.engine.assembly.builder as builder
 import sensorium.layers.attention.torch_backend as torch_backend
-import sensorium.models.loading as loading
+import sensorium.models.families as families
 import sensorium.multimodal.placeholders as placeholders
 from sensorium import ModelError
 from sensorium.core.kv_cache_manager import KVCacheManager
@@ -30,8 +30,8 @@ _DIFFERENT = "are not those of the model on its own"
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """No family code at all, and a trial for every model."""
-    monkeypatch.setattr(builder, "ADAPTERS", {})
-    monkeypatch.setattr(loading, "ADAPTERS", {})
+    monkeypatch.setattr(builder, "KNOWN_MODELS", {})
+    monkeypatch.setattr(families, "KNOWN_MODELS", {})
 
 
 def get_reasons(directory: str, dtype: str) -> dict[str, str]:
@@ -68,7 +68,7 @@ def test_swapped_items_are_found(
         return [replace(f, mm_hash=name) for f, name in zip(features, hashes, strict=True)]
 
     monkeypatch.setattr(placeholders, "_make_features", swap)
-    # Its videos have equally many embeddings, so that only their content tells them apart.
+    # Its videos have equally many embeddings, so that only their content distinguishes them.
     switched_off = make_llm(tiny_model("internvl"), dtype=dtype).input_processor.switched_off
     assert _DIFFERENT in switched_off.only_one["video"]
     assert "video" not in switched_off.reasons

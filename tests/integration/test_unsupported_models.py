@@ -130,7 +130,7 @@ def test_a_decoder_that_needs_more_than_plain_attention_is_refused(
         LLM(write_model(tmp_path / "model", architecture, tiny_model("llama"), **changes))
 
 
-def test_a_decoder_that_hands_no_arguments_down_is_refused(
+def test_a_decoder_that_passes_no_arguments_on_is_refused(
     tmp_path: Path, tiny_model: TinyModel
 ) -> None:
     with pytest.raises(ModelError, match="Nemotron"):

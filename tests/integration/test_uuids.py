@@ -41,7 +41,7 @@ def make_uuid() -> str:
 
 
 class Host:
-    """Stands in the place of the loader: one address, whose content can be changed."""
+    """A stand-in for the loader, with one address and content that can be changed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, llm: LLM, content: bytes | None) -> None:
         self.content = content
@@ -82,7 +82,9 @@ def test_a_uuid_alone_serves_what_it_was_bound_to(
     assert queries.get() == (2, 2)
 
 
-def test_bytes_are_held_against_their_uuid(llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_compared_with_those_of_their_uuid(
+    llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm, uuid, data = llm_of("lru"), make_uuid(), make_new_png()
     process_and_release(llm, make_uuid_prompt(data, uuid))
     calls = Calls(monkeypatch, llm)
@@ -124,7 +126,7 @@ def test_a_uuid_whose_item_was_evicted_is_missing_until_it_is_sent_again(
     assert process_and_release(llm, make_uuid_prompt(None, uuid)).items[0].handle.is_hit
 
 
-def test_a_known_uuid_spares_the_fetch(llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_known_uuid_avoids_the_fetch(llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, uuid, data = llm_of("lru"), make_uuid(), make_new_png()
     host = Host(monkeypatch, llm, data)
     expected = generate(llm, make_uuid_prompt(URL, uuid))
@@ -139,7 +141,7 @@ def test_a_known_uuid_spares_the_fetch(llm_of: LlmOf, monkeypatch: pytest.Monkey
         process(llm, make_prompt(URL))
 
 
-def test_what_is_no_longer_cached_is_fetched_again_and_must_be_the_same(
+def test_evicted_media_is_fetched_again_and_must_be_the_same(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, uuid, data = llm_of("lru"), make_uuid(), make_new_png()
@@ -155,7 +157,7 @@ def test_what_is_no_longer_cached_is_fetched_again_and_must_be_the_same(
 
 
 @pytest.mark.parametrize("cache_type", CACHE_TYPES)
-def test_a_uuid_means_something_within_its_salt_only(llm_of: LlmOf, cache_type: str) -> None:
+def test_a_uuid_is_valid_only_within_its_salt(llm_of: LlmOf, cache_type: str) -> None:
     llm, uuid = llm_of(cache_type), make_uuid()
     mine, theirs = make_new_png(), make_new_png()
     process_and_release(llm, make_uuid_prompt(mine, uuid, cache_salt="me"))
@@ -189,7 +191,7 @@ def test_other_options_of_a_known_uuid_are_another_item(llm_of: LlmOf) -> None:
     assert len(hashes) == 2
 
 
-def test_a_damaged_upload_takes_no_uuid_away(llm_of: LlmOf) -> None:
+def test_a_damaged_upload_does_not_take_its_uuid(llm_of: LlmOf) -> None:
     llm, uuid, data = llm_of("lru"), make_uuid(), make_new_png()
     with pytest.raises(RequestError, match=r"image\[0\]"):
         process(llm, make_uuid_prompt(data[:-40], uuid))
@@ -198,7 +200,7 @@ def test_a_damaged_upload_takes_no_uuid_away(llm_of: LlmOf) -> None:
     assert not process_and_release(llm, make_uuid_prompt(data, uuid)).items[0].handle.is_hit
 
 
-def test_of_two_uploads_under_one_uuid_one_wins(
+def test_one_of_two_uploads_under_one_uuid_wins(
     llm_of: LlmOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, uuid = llm_of("lru"), make_uuid()

@@ -29,7 +29,7 @@ def read_gauge(text: str, name: str) -> float:
     return sum(s.value for f in families for s in f.samples if s.name == name)
 
 
-def test_every_modality_has_gone_through_the_model_before_it_is_ready(
+def test_every_modality_is_rehearsed_before_the_server_is_ready(
     shared_server: ServerProcess,
 ) -> None:
     output = shared_server.output
@@ -37,7 +37,7 @@ def test_every_modality_has_gone_through_the_model_before_it_is_ready(
     assert len(_WARM.findall(said)) == 2  # a line of each frontend
 
 
-def test_the_processes_for_media_have_imported_before_it_is_ready(
+def test_pool_workers_have_imported_before_the_server_is_ready(
     shared_server: ServerProcess,
 ) -> None:
     assert read_gauge(shared_server.first_metrics, "sensorium:pool_workers") == 2

@@ -82,8 +82,10 @@ def test_after_a_warm_up_the_first_requests_initialise_nothing(
     assert warm == {"processors": 0, "compilations": 0, "questions": 0, "modules": []}
 
 
-@pytest.mark.slow  # in short: the test above, whose counts this one proves to count
-def test_without_one_they_do(tiny_model: Callable[[str], str], tmp_path: Path) -> None:
+@pytest.mark.slow  # this one proves that the counts of the test above count
+def test_without_a_warm_up_the_first_requests_initialise_modules(
+    tiny_model: Callable[[str], str], tmp_path: Path
+) -> None:
     cold = count_first_requests(tiny_model("qwen2_5_omni"), tmp_path, "cold")
     # The template is compiled already: whether the model transcribes is tried when it is loaded.
     assert cold["questions"] > 0
@@ -119,7 +121,7 @@ def assert_no_trace(half: FrontendApp) -> None:
         assert pipeline.flights.num_flights == 0
 
 
-def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(
+def test_a_warm_up_logs_how_long_it_took_and_leaves_no_trace(
     tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -131,7 +133,7 @@ def test_a_warm_up_says_how_long_it_took_and_leaves_no_trace(
         assert half.engine.renderer.inputs.draw_seed() == random.Random(0).getrandbits(63)
 
 
-def test_without_warm_up_nothing_is_said(
+def test_without_a_warm_up_nothing_is_logged(
     tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -149,7 +151,7 @@ def test_a_model_of_text_alone_has_no_media_to_warm(
         assert template.currsize == 1
 
 
-def test_what_no_prompt_may_have_is_not_warmed(
+def test_a_modality_that_no_prompt_may_have_is_not_warmed(
     tiny_model: Callable[[str], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -193,7 +195,7 @@ def test_a_modality_that_fails_is_switched_off_and_the_rest_is_warmed(
         assert line.endswith("no videos today")
         assert completed.startswith(_READONLY_LINE)
         assert [r.exc_info for r in caplog.records if r.levelname == "WARNING"] == [None]
-        # A sound is tried several times, to find out how much of it the model hears.
+        # Audio is tried several times, to find the longest that the model takes.
         assert [modality for modality, _ in groupby(processed)] == ["image", "audio"] * 2
         assert half.engine.modalities == ("image", "audio")
         assert half.engine.switched_off["video"].endswith("no videos today")
@@ -216,7 +218,7 @@ def test_a_dummy_that_is_over_the_limits_switches_nothing_off(
         assert half.engine.modalities == ("image",)
 
 
-def test_a_template_without_a_place_for_a_picture_leaves_it_to_other_prompts(
+def test_a_picture_without_a_place_in_the_template_is_warmed_by_other_prompts(
     tiny_model: Callable[[str], str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     for path in Path(tiny_model("llava")).iterdir():

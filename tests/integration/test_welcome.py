@@ -75,10 +75,10 @@ def test_files_are_small_and_name_no_other_host(omni_server: ServerProcess) -> N
     texts = [omni_server.get(path).text for path in WELCOME_PATHS]
     assert sum(len(text.splitlines()) for text in texts) < 1050
     addresses = [word for text in texts for word in re.findall(r"https?://[^\"'\s]*", text)]
-    assert addresses == ["http://www.w3.org/2000/svg"]  # a name, which nobody asks
+    assert addresses == ["http://www.w3.org/2000/svg"]  # a namespace, which is never fetched
 
 
-def test_a_dropped_picture_is_perceived_once(
+def test_a_dropped_picture_is_processed_once(
     omni_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     picture = make_png(SEED, height=140, width=140)
@@ -91,7 +91,7 @@ def test_a_dropped_picture_is_perceived_once(
     assert browser.get_texts(".chip") == NOT_SPARED
     assert "0 of" in browser.find(".trace p").text
 
-    second = browser.ask("And now?")  # the conversation goes on, with the picture in it
+    second = browser.ask("And now?")  # the conversation continues, with the picture in it
     messages += [{"role": "assistant", "content": first}, *ask("And now?")]
     assert second == ask_directly(omni_server, messages, 6)
     assert browser.get_texts(".chip") == NOT_SPARED + SPARED
@@ -169,7 +169,7 @@ def test_a_file_that_is_still_being_read_is_not_lost(
     assert key == "Bearer schlüssel".encode()
 
 
-def test_audios_and_videos_are_heard_and_seen(
+def test_audio_and_video_reach_the_model(
     omni_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     audio, video = make_wav(SEED), make_mp4(SEED)
@@ -178,7 +178,7 @@ def test_audios_and_videos_are_heard_and_seen(
     browser.drop(write(tmp_path / "clip.mp4", video))
     parts = [make_part("audio", "audio/wav", audio), make_part("video", "video/mp4", video)]
     assert browser.ask("What is it?") == ask_directly(omni_server, ask(*parts, "What is it?"), 6)
-    assert browser.get_texts(".trace .items b") == ["Sound", "Video"]
+    assert browser.get_texts(".trace .items b") == ["Audio", "Video"]
 
 
 def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) -> None:
@@ -186,10 +186,10 @@ def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) 
     browser.run(KEEP_REQUESTS)
     browser.click("#record")
     wait_until(lambda: browser.find("#record").text == "Stop recording", "it records")
-    time.sleep(3.0)  # it beeps once a second, and begins late where much else is going on
+    time.sleep(3.0)  # it beeps once a second, and begins late on a busy machine
     browser.find("#question").send_keys("\n\n")  # what was said is the question
     browser.wait_for_answer(1)
-    assert browser.get_texts(".trace .items b") == ["Sound"]
+    assert browser.get_texts(".trace .items b") == ["Audio"]
     assert browser.find("#record").text == "Record"
     url = browser.run(
         "return sent[0].body.text().then("
@@ -203,7 +203,7 @@ def test_a_recording_is_plain_wav(omni_server: ServerProcess, browser: Browser) 
     assert max(samples) > 1000  # the beep
 
 
-def test_a_microphone_that_goes_away_leaves_what_it_gave(
+def test_a_recording_survives_the_end_of_its_microphone(
     omni_server: ServerProcess, browser: Browser
 ) -> None:
     browser.open(omni_server)
@@ -220,14 +220,14 @@ def test_a_microphone_that_goes_away_leaves_what_it_gave(
     browser.wait_for_attached(1)
 
 
-def test_what_is_no_media_is_told_in_words(
+def test_files_that_are_no_media_are_reported(
     omni_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     browser.open(omni_server)
     letter = write(tmp_path / "letter.txt", b"Dear")
     browser.find("#files").send_keys(f"{letter}\n{write(tmp_path / '$&.png', b'no picture')}")
     browser.wait_for_attached(1)
-    assert browser.find("#notice").text == "letter.txt is no picture, video or sound."
+    assert browser.find("#notice").text == "letter.txt is no picture, video or audio."
     browser.allow_status(400)
     browser.ask("What is this?")
     (words,) = browser.get_texts(".failure")
@@ -268,9 +268,7 @@ def test_an_answer_streams_and_can_be_stopped(omni_server: ServerProcess, browse
     assert browser.ask("Go on.") == ask_directly(omni_server, messages, 6)
 
 
-def test_keys_do_what_is_written_under_the_question(
-    omni_server: ServerProcess, browser: Browser
-) -> None:
+def test_keys_do_what_the_hint_says(omni_server: ServerProcess, browser: Browser) -> None:
     from selenium.webdriver.common.keys import Keys
 
     browser.open(omni_server, max_tokens=1500)

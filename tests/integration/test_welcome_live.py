@@ -1,4 +1,4 @@
-"""The page's live mode in a real browser, whose microphone is a file with speech."""
+"""The page's live mode in a real browser, with a file of speech as its microphone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """Return a browser whose microphone has two sentences, again and again."""
+    """Return a browser with a microphone that repeats two sentences."""
     from tests.integration.browsing import Browser, find_browser
 
     paths = find_browser()
@@ -69,7 +69,7 @@ def test_words_appear_while_they_are_said(server: ServerProcess, browser: Browse
     browser.click("#live")
     wait_until(lambda: browser.find("#live").text == "Stop listening", "it listens", WAIT_S)
     wait_until(lambda: len(get_lines(browser)) >= 2, "words appear", WAIT_S)
-    assert browser.get_texts(".turn [role=status]") == ["Listening …"]  # and it goes on
+    assert browser.get_texts(".turn [role=status]") == ["Listening …"]  # and it still listens
     browser.run(_WATCH)
     browser.click("#live")
     wait_until(
@@ -100,7 +100,7 @@ def test_listening_can_be_stopped_at_once(server: ServerProcess, browser: Browse
     browser.assert_clean()
 
 
-def test_a_connection_that_is_too_slow_ends_the_session_in_words(
+def test_a_connection_that_is_too_slow_ends_the_session_with_a_reason(
     server: ServerProcess, browser: Browser
 ) -> None:
     open_page(browser, server)
@@ -117,7 +117,7 @@ def test_a_connection_that_is_too_slow_ends_the_session_in_words(
     browser.assert_clean()
 
 
-def test_a_refused_session_is_told_in_words(server: ServerProcess, browser: Browser) -> None:
+def test_a_refused_session_is_reported(server: ServerProcess, browser: Browser) -> None:
     open_page(browser, server)
     browser.run("document.getElementById('key').value = 'wrong'")
     browser.click("#live")

@@ -90,11 +90,11 @@ def test_a_model_that_only_transcribes_offers_no_chat(
         assert not browser.find(selector).is_displayed()
     assert browser.find("#intro h2.speech-only").is_displayed()
     assert browser.find("#composer label.speech").is_displayed()
-    assert browser.find("#composer").get_attribute("aria-label") == "Your sound"
-    assert browser.find("#sounds").get_attribute("aria-label") == "Transcribe a sound or a video"
+    assert browser.find("#composer").get_attribute("aria-label") == "Your recording"
+    assert browser.find("#sounds").get_attribute("aria-label") == "Transcribe audio or a video"
 
 
-def test_words_of_a_dropped_audio_light_up_at_their_times(
+def test_words_of_a_dropped_recording_light_up_at_their_times(
     whisper_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     audio = make_wav(LONG_S)
@@ -177,18 +177,18 @@ def test_several_files_and_a_recording_are_transcribed_in_turn(
     assert browser.get_texts(".failure") == []
 
 
-def test_what_is_no_audio_is_told_in_words(
+def test_files_without_audio_are_reported(
     whisper_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     browser.open(whisper_server, max_tokens=None)
     browser.drag(write(tmp_path / "noise.png", make_png(1, height=28, width=28)))
     wait_until(lambda: browser.find("#notice").text != "", "it is refused")
-    assert browser.find("#notice").text == "noise.png is no sound or video."
+    assert browser.find("#notice").text == "noise.png is no audio or video."
     browser.allow_status(400)
     browser.drag(write(tmp_path / "letter.txt", b"Dear server, this is a letter. " * 20))
     wait_for_transcripts(browser, 1)
     (words,) = browser.get_texts(".failure")
-    assert words.startswith("this file can't be opened as a sound")
+    assert words.startswith("this file can't be opened as audio")
     browser.find("#sounds").send_keys(str(write(tmp_path / "talk.wav", make_wav())))
     wait_for_transcripts(browser, 2)
     assert len(browser.find_all(".transcript")) == 1
@@ -240,7 +240,7 @@ def test_without_times_of_words_segments_light_up(
     assert browser.get_texts(".turn [role=status]") == ["Transcribed · unknown · 2.5 s · 1 segment"]
 
 
-def test_a_model_that_chats_too_has_both(
+def test_a_model_that_chats_and_transcribes_has_both(
     whisper_server: ServerProcess, browser: Browser, tmp_path: Path
 ) -> None:
     """No model of the tests does both, so the page is given other words about this one."""

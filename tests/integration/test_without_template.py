@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.server import serve
 
 
-def test_conversations_are_refused_in_words_and_the_log_has_no_traceback(
+def test_conversations_are_refused_clearly_and_the_log_has_no_traceback(
     tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
     for path in Path(tiny_model("llava")).iterdir():

@@ -157,7 +157,7 @@ def make_text(num_words: int, *, seed: int) -> str:
 
 
 def make_audio(seconds: float, *, seed: int) -> Audio:
-    """A melody: noise sounds the same everywhere, and so would its reverse."""
+    """Make a melody. Noise would be alike everywhere, even in reverse."""
     generator = np.random.default_rng(seed)
     num_tones = math.ceil(seconds * 10)
     pitch = np.repeat(generator.uniform(100, 4000, num_tones), 1600)
@@ -167,7 +167,7 @@ def make_audio(seconds: float, *, seed: int) -> Audio:
 
 
 def make_media(modality: str, *, seed: int) -> Part:
-    """An item whose place in a prompt is the same for every seed."""
+    """Make an item that has an equally long placeholder for every seed."""
     if modality == "image":
         return make_image(84, 84, seed=seed)
     if modality == "video":
@@ -190,7 +190,7 @@ def make_cases(family: str) -> tuple[Case, ...]:
         cases += _make_image_cases()
     if "video" in modalities:
         cases += _make_video_cases()
-    if family in MROPE_FAMILIES and family != "qwen2_5_omni":  # whose frames are large
+    if family in MROPE_FAMILIES and family != "qwen2_5_omni":  # it has large frames
         long = make_video(24, 28, 56, seed=25)
         cases += [("a long small video", ["how long? ", long, "b"])]
     if modalities == ("audio",):
@@ -204,8 +204,8 @@ def make_cases(family: str) -> tuple[Case, ...]:
 def _is_understood(family: str, case: Case) -> bool:
     """Return whether Transformers itself can run the case.
 
-    It can't run several sounds for Audio Flamingo, nor pictures beside videos for families that
-    count both as one.
+    It can't run several audio items for Audio Flamingo, nor pictures and videos together for
+    families that count both as one.
     """
     if family == "audioflamingo3":
         return len(case.audio) <= 1

@@ -1,6 +1,6 @@
-"""Recognisers as Transformers runs them, and what an engine is compared on.
+"""CTC/transducer models as Transformers runs them, and what an engine is compared on.
 
-No pytest here: the checks on a GPU use it, too.
+No pytest here: the checks on a GPU also use it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LETTERS = (
 CTC = (*LETTERS, "parakeet_ctc")
 TRANSDUCERS = ("parakeet_tdt", "parakeet_rnnt")
 FAMILIES = (*CTC, *TRANSDUCERS)
-# Padding changes what these hear: one has no mask, and the others don't heed it in all layers.
+# Padding changes these models' output: one has no mask, the others ignore it in some layers.
 WITHOUT_PADDING = ("wav2vec2", "wav2vec2-conformer", "data2vec-audio", "sew")
 SECONDS = (1.0, 2.5, 3.0, 0.7, 2.2, 1.4, 2.9, 2.5)
 RATE = 16_000
@@ -49,7 +49,7 @@ Rows = list[tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Spoken:
-    """A sound, and what Transformers finds in it."""
+    """A recording, and what Transformers finds in it."""
 
     audio: Audio
     text: str
@@ -90,7 +90,7 @@ class CtcTransducerReference:
         )
 
     def _count_frames(self, inputs: Any, num_frames: int) -> int:
-        """Return the frames of a sound without its padding, which some extractors add."""
+        """Return the number of frames without the padding, which some extractors add."""
         mask = inputs.get("attention_mask")
         if mask is None:
             return num_frames
@@ -135,7 +135,7 @@ class CtcTransducerReference:
 def make_endless(source: str, directory: Path, **limits: int) -> str:
     """Make a copy of a transducer that never says that a frame is over.
 
-    It writes a token wherever it looks, and a TDT goes on by no frames. `limits` are added to its
+    It emits a token at every step, and a TDT advances by no frames. `limits` are added to its
     generation config.
     """
     shutil.copytree(source, directory)
@@ -155,7 +155,7 @@ def make_engine(directory: str, **options: Any) -> LLM:
 
 
 def run(llm: LLM, spoken: Sequence[Spoken]) -> list[RequestOutput]:
-    """Run a request for each sound, all of them together."""
+    """Run a request for each recording, all of them together."""
     prompts = [
         {"prompt_token_ids": [0], "multi_modal_data": {"audio": [(entry.audio, RATE)]}}
         for entry in spoken
@@ -178,7 +178,7 @@ def read_rows(output: RequestOutput) -> tuple[Rows, list[float]]:
 
 
 def get_wrong(outputs: Sequence[RequestOutput], spoken: Sequence[Spoken]) -> list[int]:
-    """Return the numbers of the sounds in which something else is heard than by Transformers."""
+    """Return the indices of the recordings with other results than those of Transformers."""
     wrong = []
     for number, (output, entry) in enumerate(zip(outputs, spoken, strict=True)):
         rows, scores = read_rows(output)

@@ -112,7 +112,7 @@ def digest_model(directory: Path) -> str:
 def digest_question(
     directory: Path, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
 ) -> str:
-    """Return a digest of all that decides which tokens `generate` returns, beside the model."""
+    """Return a digest of all but the model that decides which tokens `generate` returns."""
     parts = [(directory / "generation_config.json").read_bytes()]
     parts.append(json.dumps(options, sort_keys=True).encode())
     for name, value in sorted(inputs.items()):
@@ -123,7 +123,7 @@ def digest_question(
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Return a digest that tells apart parts that are equal when they are joined."""
+    """Return a digest that distinguishes parts that are equal when they are joined."""
     hasher = blake2b(digest_size=10)
     for part in parts:
         hasher.update(len(part).to_bytes(8, "little"))

@@ -1,6 +1,6 @@
 """Speech models as Transformers runs them, and the requests that an engine is compared on.
 
-No pytest here: the checks on a GPU use it, too.
+No pytest here: the checks on a GPU also use it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_TOKENS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Spoken:
-    """A sound with the prompt of its decoder, and what Transformers says after it."""
+    """A recording with the prompt of its decoder, and what Transformers generates after it."""
 
     prompt: TextPrompt
     prompt_token_ids: list[int]
@@ -92,13 +92,13 @@ def get_params(spoken: Spoken) -> SamplingParams:
 
 
 def run(llm: LLM, spoken: Sequence[Spoken]) -> list[RequestOutput]:
-    """Run requests that arrive one step after the other, because sounds take time to prepare."""
+    """Run requests that arrive one step after the other, because audio takes time to prepare."""
     prompts, params = [entry.prompt for entry in spoken], list(map(get_params, spoken))
     return run_staggered(llm, prompts, params, steps_between=1)
 
 
 def get_wrong(outputs: Sequence[RequestOutput], spoken: Sequence[Spoken]) -> list[int]:
-    """Return the numbers of the sounds with other tokens than those of Transformers."""
+    """Return the indices of the recordings with other tokens than those of Transformers."""
     wrong = []
     for number, (output, entry) in enumerate(zip(outputs, spoken, strict=True)):
         assert output.error is None

@@ -235,7 +235,7 @@ class Stress:
     def _draw_jobs(self, own: Sequence[Expected], pause: float) -> list[Job]:
         """The engine's share, and some of it again that leave early, in the order of arrival.
 
-        They come `pause` steps apart on average.
+        They come with `pause` steps between them on average.
         """
         rng = self._rng
         num_doomed = int(rng.integers(3, 7))

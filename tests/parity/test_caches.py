@@ -59,7 +59,7 @@ def make_conversation(*parts: Any) -> list[dict[str, Any]]:
 
 @cache
 def make_conversations(family: str) -> list[list[dict[str, Any]]]:
-    """Each modality as a file and in process; one item twice, beside another, if it may be."""
+    """Each modality as a file and in process; one item twice, around another, if it may be."""
     conversations = []
     for modality in MODALITIES[family]:
         file = modality, make_file(modality, seed=80)
@@ -67,7 +67,7 @@ def make_conversations(family: str) -> list[list[dict[str, Any]]]:
         known = modality, make_media(modality, seed=81)
         conversations.append(make_conversation("look: ", known))
     file, known = ((modality, make_file(modality, seed=82)), known)
-    if family != "audioflamingo3":  # which takes one sound
+    if family != "audioflamingo3":  # which takes one audio item
         conversations.append(make_conversation(file, "and", known, "and", file, "again"))
     return conversations
 
@@ -213,7 +213,7 @@ def test_processes_that_process_change_nothing(
 
 
 def test_media_of_these_tests_differ() -> None:
-    """Tokens that depend on nothing would be equal too."""
+    """Tokens that depend on nothing would also be equal."""
     video = make_video(4, 84, 84, seed=81)
     assert (video != make_video(4, 84, 84, seed=82)).any()
     for family in MULTIMODAL_FAMILIES:

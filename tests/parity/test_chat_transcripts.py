@@ -1,4 +1,4 @@
-"""Models that chat write down what `generate` does with their own prompt for a transcript."""
+"""Chat models transcribe as `generate` does with the model's own prompt for a transcript."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GEMMA_FORM = (
 
 
 def ask(processor: Any, audio: Audio, text: str, *, system: str = "") -> Inputs:
-    """Return what a processor makes of a chat with a sound and a text."""
+    """Return what a processor makes of a chat with audio and a text."""
     content = [{"type": "audio"}, {"type": "text", "text": text}]
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if system:
@@ -115,7 +115,7 @@ LONG_S = {"qwen2_audio": 7.5, "audioflamingo3": 7.5, "glmasr": 7.5}  # their win
 
 
 def make_16_bit_audio(seconds: float, *, seed: int) -> Audio:
-    """Make a sound whose samples a WAV file of 16 bits can hold, as Voxtral's processor writes."""
+    """Make audio with samples that fit a WAV file of 16 bits, as Voxtral's processor writes."""
     return (np.round(make_audio(seconds, seed=seed) * 32767) / 32768).astype(np.float32)
 
 
@@ -179,7 +179,7 @@ def test_tokens_are_those_of_the_models_own_prompt(family: str, tiny_model: Tiny
 
 
 @pytest.mark.slow
-def test_a_long_audio_is_heard_in_pieces_of_half_a_minute(tiny_model: TinyModel) -> None:
+def test_long_audio_is_transcribed_in_pieces_of_half_a_minute(tiny_model: TinyModel) -> None:
     model = Model(tiny_model("voxtral"))
     audio = make_16_bit_audio(40.0, seed=3)
     quiet = slice(int(22.9 * RATE), int(23.4 * RATE))
@@ -198,7 +198,7 @@ def test_a_long_audio_is_heard_in_pieces_of_half_a_minute(tiny_model: TinyModel)
 
 
 class Counter:
-    """Counts of the work on media since the last look: files decoded, and sounds processed."""
+    """Counts since the last look: files decoded, and audio items processed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._counts = {"decoded": 0, "processed": 0}
@@ -245,7 +245,9 @@ def test_the_same_file_again_needs_no_work_but_the_text(
     assert_nothing_is_left(llm)
 
 
-def test_pieces_that_no_cache_has_are_made_again(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_that_no_cache_has_are_processed_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write_audio(make_audio(7.5, seed=1), "WAV", "PCM_16")
     first = llm.transcribe(file, use_tqdm=False)
     counter = Counter(monkeypatch)
@@ -268,7 +270,7 @@ def test_pieces_that_no_cache_has_are_made_again(llm: LLM, monkeypatch: pytest.M
         ("glmasr", {"task": "translate"}, ("task",), "does not translate"),
     ],
 )
-def test_what_a_model_can_not_be_told_is_refused(
+def test_options_that_a_model_can_not_take_are_refused(
     family: str,
     options: dict[str, Any],
     path: tuple[str, ...],
@@ -280,14 +282,14 @@ def test_what_a_model_can_not_be_told_is_refused(
         llm.transcribe((make_audio(1.0, seed=1), RATE), use_tqdm=False, **options)
     assert raised.value.path == path
     assert_nothing_is_left(llm)
-    if "task" not in options:  # a live session asks before it has a sound
+    if "task" not in options:  # a live session checks before it has any audio
         assert llm._speech is not None
         with pytest.raises(RequestError, match=words) as raised:
             llm._speech.check(SpeechOptions(**options))
         assert raised.value.path == path
 
 
-def test_models_without_audios_do_not_transcribe(tiny_model: TinyModel) -> None:
+def test_models_without_audio_do_not_transcribe(tiny_model: TinyModel) -> None:
     llm = make_llm(tiny_model("llava"))
     with pytest.raises(RequestError, match="transcribe"):
         llm.transcribe((make_audio(1.0, seed=1), RATE), use_tqdm=False)

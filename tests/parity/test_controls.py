@@ -36,7 +36,7 @@ pytestmark = pytest.mark.check("controls")
 
 
 def run(llm: LLM, expected: Sequence[Expected]) -> list[str]:
-    """The cases whose tokens differ. A request that fails is not a difference: it is an error."""
+    """Return the cases with other tokens. A request that fails is no difference, but an error."""
     outputs = llm.generate([entry.prompt for entry in expected], GREEDY, use_tqdm=False)
     return get_differences(outputs, expected)
 
@@ -212,7 +212,7 @@ def test_a_layer_that_shares_with_the_wrong_one_is_seen(
 
 
 def make_equal_prompts(reference_of: ReferenceOf, family: str) -> list[Expected]:
-    """The same words around two items of one size: the media alone tell them apart."""
+    """Make prompts of the same words around items of one size: only the media differ."""
     first, *others = (
         reference_of(family).compute(
             Case(
@@ -255,7 +255,7 @@ def test_a_prefix_cache_that_confuses_two_items_is_seen(
 
 
 @pytest.mark.parametrize("family", every_fourth(MULTIMODAL_FAMILIES, 2))
-def test_equal_prompts_around_different_items_are_kept_apart(
+def test_equal_prompts_around_different_items_are_distinguished(
     reference_of: ReferenceOf, family: str
 ) -> None:
     """The two controls above, without their mistake."""

@@ -1,4 +1,4 @@
-"""Recognisers: the frames, tokens, texts and times of Transformers, however sounds are batched."""
+"""CTC/transducer models: frames, tokens, texts and times of Transformers, in any batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TinyModel = Callable[[str], str]
 
 
 class CtcTransducerCase:
-    """A tiny recogniser in Transformers and in an engine."""
+    """A tiny CTC/transducer model in Transformers and in an engine."""
 
     def __init__(self, directory: str) -> None:
         self.reference = CtcTransducerReference(directory)
@@ -82,7 +82,7 @@ def ctc_transducer_of(tiny_model: TinyModel) -> CtcTransducerOf:
 
 @pytest.mark.slow
 def test_the_reference_is_sensitive(ctc_transducer_of: CtcTransducerOf) -> None:
-    """Sounds have different answers, and all of a second or more have several tokens."""
+    """Recordings have different answers, and all of a second or more have several tokens."""
     for family in FAMILIES:
         spoken = ctc_transducer_of(family).spoken
         assert len({tuple(entry.rows) for entry in spoken}) == len(spoken)
@@ -91,7 +91,9 @@ def test_the_reference_is_sensitive(ctc_transducer_of: CtcTransducerOf) -> None:
 
 @pytest.mark.check("alone")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_frames_of_one_audio_at_a_time(family: str, ctc_transducer_of: CtcTransducerOf) -> None:
+def test_recordings_one_at_a_time_give_the_reference_frames(
+    family: str, ctc_transducer_of: CtcTransducerOf
+) -> None:
     spoken = ctc_transducer_of(family).spoken
     llm = make_engine(ctc_transducer_of(family).reference.directory, max_num_seqs=1)
     trace = Trace(llm)
@@ -102,7 +104,7 @@ def test_frames_of_one_audio_at_a_time(family: str, ctc_transducer_of: CtcTransd
 
 @pytest.mark.check("budgets")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_audios_of_different_lengths_together(
+def test_recordings_of_different_lengths_together_give_the_reference_rows(
     family: str, ctc_transducer_of: CtcTransducerOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoken = ctc_transducer_of(family).spoken
@@ -117,7 +119,7 @@ def test_audios_of_different_lengths_together(
 
 
 def note_batches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Return a list that gets the lengths of the sounds in each batch of the encoder."""
+    """Return a list that gets the lengths of the recordings in each batch of the encoder."""
     hf_model = get_hf_model(llm)
     encode, batches = hf_model.encode, []
 
@@ -203,12 +205,14 @@ def test_a_transducer_that_never_ends_is_stopped_where_transformers_stops_it(
     assert get_wrong(run(make_engine(directory), spoken), spoken) == []
     if limits:
         assert {len(entry.rows) for entry in spoken} == {7 if "max_new_tokens" in limits else 6}
-    else:  # a sound of 0.7 s has nine frames, each with room for ten tokens
+    else:  # audio of 0.7 s has nine frames, each with room for ten tokens
         assert len(spoken[1].rows) == 89
 
 
 @pytest.mark.parametrize("family", ["wav2vec2", "parakeet_ctc", "parakeet_tdt"])
-def test_a_long_audio_is_heard_in_pieces(family: str, ctc_transducer_of: CtcTransducerOf) -> None:
+def test_long_audio_is_transcribed_in_pieces(
+    family: str, ctc_transducer_of: CtcTransducerOf
+) -> None:
     model = ctc_transducer_of(family)
     audio = make_audio(40.0, seed=90)
     audio[20 * RATE + 50_000 :][:RATE] = 0  # where it is cut, at 23.1 to 24.1 s
@@ -245,7 +249,7 @@ def test_the_same_audio_again_computes_nothing(
     assert (processed, batches) == ([], [])
 
 
-def test_an_audio_file_that_fails_costs_no_other_audio(
+def test_a_recording_that_fails_does_not_affect_the_others(
     ctc_transducer_of: CtcTransducerOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = ctc_transducer_of("parakeet_ctc")
@@ -254,7 +258,7 @@ def test_an_audio_file_that_fails_costs_no_other_audio(
     bad = model.spoken[1]
 
     def fail(**inputs: Any) -> Any:
-        # The bad sound is as long as the last one, but louder.
+        # The bad recording is as long as the last one, but louder.
         if (inputs["input_features"].abs().amax((1, 2)) > 1e3).any():
             raise ValueError("this is too loud")
         return recognise(**inputs)
@@ -286,7 +290,7 @@ def test_an_audio_file_that_fails_costs_no_other_audio(
         ({"task": "translate"}, "task"),
     ],
 )
-def test_what_a_recogniser_can_not_do_is_refused(
+def test_options_that_the_model_can_not_take_are_refused(
     options: dict[str, Any], path: str, ctc_transducer_of: CtcTransducerOf
 ) -> None:
     model = ctc_transducer_of("parakeet_ctc")
@@ -298,7 +302,7 @@ def test_what_a_recogniser_can_not_do_is_refused(
 
 @pytest.mark.parametrize("num_samples", [1, 300])
 @pytest.mark.parametrize("family", ["wav2vec2", "parakeet_ctc"])
-def test_audios_that_are_too_short_are_refused(
+def test_audio_that_is_too_short_is_refused(
     family: str, num_samples: int, ctc_transducer_of: CtcTransducerOf
 ) -> None:
     model = ctc_transducer_of(family)
@@ -367,7 +371,7 @@ def test_mistakes_are_seen(
 
 
 @pytest.mark.parametrize("family", ["wav2vec2_layer", "hubert", "wavlm", "wav2vec2-bert"])
-def test_a_model_that_does_not_heed_its_mask_is_not_given_padding(
+def test_a_model_that_ignores_its_mask_is_not_given_padding(
     family: str, ctc_transducer_of: CtcTransducerOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoken = ctc_transducer_of(family).spoken

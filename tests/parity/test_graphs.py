@@ -88,7 +88,7 @@ def test_preempted_requests_give_the_reference_tokens(
         if trace.preempted_ids:
             break
     else:
-        pytest.fail("nobody was preempted")
+        pytest.fail("no request was preempted")
     assert recorders.decoding.num_replays > 0
 
 

@@ -68,7 +68,7 @@ def test_tokens_that_have_changed_are_an_error(
         open_file(mode).get(digest, lambda: [1, 3])
 
 
-def test_a_question_that_is_not_kept_is_asked_once(open_file: Callable[..., KeptTokens]) -> None:
+def test_a_question_that_is_not_kept_is_computed_once(open_file: Callable[..., KeptTokens]) -> None:
     kept = open_file()
     assert kept.get(OTHER, lambda: [4]) == [4]
     assert kept.get(OTHER, fail) == [4]

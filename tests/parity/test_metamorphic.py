@@ -26,7 +26,7 @@ NUM_TOKENS = 12
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.9, seed=1234, max_tokens=NUM_TOKENS, ignore_eos=True
 )
-# What each of the prompts asks for beside its seed.
+# What each of the prompts asks for in addition to its seed.
 KNOBS: tuple[dict[str, Any], ...] = (
     {},
     {"repetition_penalty": 1.3},
@@ -81,7 +81,9 @@ def test_sampling_is_not_greedy_and_follows_the_seed(
 
 
 @pytest.mark.parametrize("family", every_fourth(MAIN_FAMILIES, 3))
-def test_every_knob_changes_the_tokens(reference_of: ReferenceOf, alone: Any, family: str) -> None:
+def test_every_parameter_changes_the_tokens(
+    reference_of: ReferenceOf, alone: Any, family: str
+) -> None:
     llm = make_llm(reference_of(family).directory)
     plain = [replace(SAMPLED, seed=seed) for seed in range(8)]
     outputs = llm.generate(get_prompts(reference_of(family)), plain, use_tqdm=False)
@@ -97,7 +99,7 @@ def test_neighbours_in_the_batch_change_nothing(
     trace = Trace(llm)
     outputs = llm.generate(get_prompts(reference_of(family)), get_params(), use_tqdm=False)
     assert get_token_ids(outputs) == alone(family)
-    assert trace.most_requests_in_a_step >= 6  # those with long sounds start later
+    assert trace.most_requests_in_a_step >= 6  # those with long audio start later
 
 
 @pytest.mark.parametrize("family", every_fourth(MAIN_FAMILIES, 1))
@@ -136,7 +138,7 @@ def test_preemptions_change_nothing(reference_of: ReferenceOf, alone: Any, famil
         assert get_token_ids(outputs) == alone(family)
         if trace.preempted_ids:
             return
-    pytest.fail("nobody was preempted")
+    pytest.fail("no request was preempted")
 
 
 @pytest.mark.parametrize("family", every_fourth(MAIN_FAMILIES, 0))

@@ -56,7 +56,7 @@ def check(output: RequestOutput, entry: Expected, logprobs: torch.Tensor) -> Non
         MAIN_FAMILIES[::2],
     ),
 )
-def test_they_are_those_of_a_forward_pass(
+def test_prompt_logprobs_are_those_of_a_forward_pass(
     reference_of: ReferenceOf, family: str, options: dict[str, Any]
 ) -> None:
     reference = reference_of(family)

@@ -1,4 +1,4 @@
-"""Engines with an encoder apart: the same tokens, and no tower runs in the engine."""
+"""Engines with a remote encoder: the same tokens, and no tower runs in the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.encoder import encoding_here
 from tests.support.engine import get_token_ids, make_llm
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-# A grid and video; attention in both directions; sounds. The others are alike for this.
+# A grid and video; attention in both directions; audio. The others are alike for this.
 CHOSEN = ("qwen2_5_vl", "gemma3", "qwen2_audio")
 FAMILIES = [
     pytest.param(family, marks=() if family in CHOSEN else pytest.mark.slow)
@@ -26,7 +26,7 @@ CACHES = ("lru", "shm")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_tokens_with_everything_encoded_apart(
+def test_the_same_tokens_with_everything_encoded_remotely(
     family: str, tiny_model: Callable[[str], str], reference_of: ReferenceOf
 ) -> None:
     model, expected = tiny_model(family), reference_of(family).expected
@@ -46,7 +46,7 @@ def test_the_same_tokens_with_everything_encoded_apart(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_tokens_with_large_items_apart_and_small_ones_in_the_engine(
+def test_the_same_tokens_with_large_items_encoded_remotely_and_small_ones_here(
     family: str, tiny_model: Callable[[str], str], reference_of: ReferenceOf
 ) -> None:
     model, expected = tiny_model(family), reference_of(family).expected

@@ -18,7 +18,7 @@ from tests.support.media import make_melody
 from tests.support.redis_server import run_redis
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-# A grid, DeepStack and video; one tensor only; sounds. The others are alike for this.
+# A grid, DeepStack and video; one tensor only; audio. The others are alike for this.
 CHOSEN = ("qwen3_vl", "llava", "qwen2_5_omni")
 FAMILIES = [
     pytest.param(family, marks=() if family in CHOSEN else pytest.mark.slow)
@@ -68,13 +68,13 @@ def check_restarts(directory: str, reference: Reference, **tier: Any) -> None:
 
 
 @pytest.mark.parametrize("family", ["whisper", pytest.param("moonshine", marks=pytest.mark.slow)])
-def test_a_known_audio_is_transcribed_without_its_encoder(
+def test_a_cached_recording_is_transcribed_without_its_encoder(
     family: str, tiny_model: Callable[[str], str], tmp_path: Path
 ) -> None:
     check_transcripts(tiny_model(family), mm_disk_cache=tmp_path)
 
 
-def test_an_audio_file_that_only_a_redis_knows_is_transcribed_without_its_encoder(
+def test_a_recording_that_only_a_redis_has_is_transcribed_without_its_encoder(
     tiny_model: Callable[[str], str],
 ) -> None:
     with run_redis() as redis:

@@ -43,7 +43,7 @@ def reference_of(tiny_model: TinyModel) -> ReferenceOf:
 
 
 def test_the_reference_is_sensitive(reference_of: ReferenceOf) -> None:
-    """Sounds have different answers, so that a request with the sound of another would be seen."""
+    """Recordings have different answers, so that a request with another's audio would be seen."""
     for family in FAMILIES:
         answers = [tuple(entry.token_ids) for entry in reference_of(family).spoken]
         assert len(set(answers)) >= len(answers) - 1
@@ -51,7 +51,9 @@ def test_the_reference_is_sensitive(reference_of: ReferenceOf) -> None:
 
 @pytest.mark.check("alone")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_of_one_request_at_a_time(family: str, reference_of: ReferenceOf) -> None:
+def test_requests_one_at_a_time_give_the_reference_tokens(
+    family: str, reference_of: ReferenceOf
+) -> None:
     reference = reference_of(family)
     llm = make_engine(reference.directory, max_num_seqs=1)
     assert get_wrong(run(llm, reference.spoken), reference.spoken) == []
@@ -61,7 +63,7 @@ def test_tokens_of_one_request_at_a_time(family: str, reference_of: ReferenceOf)
 @pytest.mark.check("budgets")
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eight_requests_with_different_ends(
+def test_eight_requests_with_different_ends_give_the_reference_tokens(
     family: str, budget: int, reference_of: ReferenceOf
 ) -> None:
     reference = reference_of(family)
@@ -72,14 +74,16 @@ def test_eight_requests_with_different_ends(
     llm = make_engine(reference.directory, max_num_batched_tokens=budget, max_num_seqs=8)
     trace = Trace(llm)
     assert get_wrong(run(llm, spoken), spoken) == []
-    # In small steps, encoders rest after each sound, so that those who decode need not wait.
+    # In small steps, the encoder pauses after each recording, so that decodes need not wait.
     assert trace.most_requests_in_a_step > {7: 0, 24: 2, 4096: 4}[budget]
     assert_nothing_is_left(llm)
 
 
 @pytest.mark.check("encoder cache")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_audio_file_that_was_encoded_before(family: str, reference_of: ReferenceOf) -> None:
+def test_audio_that_was_encoded_before_gives_the_reference_tokens(
+    family: str, reference_of: ReferenceOf
+) -> None:
     reference = reference_of(family)
     llm = make_engine(reference.directory)
     run(llm, reference.spoken)
@@ -92,8 +96,10 @@ def test_an_audio_file_that_was_encoded_before(family: str, reference_of: Refere
 
 @pytest.mark.check("preemption")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_requests_that_are_preempted(family: str, reference_of: ReferenceOf) -> None:
-    """The keys and values of a sound are computed again, and so are those of its tokens."""
+def test_preempted_requests_give_the_reference_tokens(
+    family: str, reference_of: ReferenceOf
+) -> None:
+    """The keys and values of the audio are computed again, and so are those of its tokens."""
     reference = reference_of(family)
     llm = make_engine(reference.directory, block_size=8, max_num_seqs=8)
     trace = Trace(llm)
@@ -113,7 +119,7 @@ def test_requests_that_are_preempted(family: str, reference_of: ReferenceOf) -> 
 
 @pytest.mark.check("graphs")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replayed_steps(
+def test_replayed_steps_give_the_reference_tokens(
     family: str, reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = reference_of(family)
@@ -123,7 +129,7 @@ def test_replayed_steps(
     assert recorders.decoding.num_replays > NUM_TOKENS / 2
 
 
-def test_equal_prompts_over_different_audios_share_nothing(reference_of: ReferenceOf) -> None:
+def test_equal_prompts_over_different_recordings_share_nothing(reference_of: ReferenceOf) -> None:
     """Prompts of whole blocks, which a decoder alone would take from its prefix cache."""
     reference = reference_of("whisper")
     long = "<|startofprev|>" + " the quick brown fox jumps over the lazy dog." * 2
@@ -141,7 +147,7 @@ def test_equal_prompts_over_different_audios_share_nothing(reference_of: Referen
 def test_block_hashes_carry_the_audio(
     reference_of: ReferenceOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal tokens under other sounds have other hashes, under the same sound the same."""
+    """Equal tokens have equal hashes if their audio is equal, and other hashes if it is not."""
     reference = reference_of("whisper")
     hashes: list[list[bytes]] = []
     commit = KVCacheManager.commit

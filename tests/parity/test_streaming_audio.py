@@ -1,4 +1,4 @@
-"""Models that take a sound while it goes on write down what `generate` does with all of it."""
+"""Streaming models transcribe audio while it arrives as `generate` does with all of it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_reference_depends_on_the_audio_and_the_delay(
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [7, pytest.param(64, marks=pytest.mark.slow)])
-def test_whole_audios(
+def test_whole_recordings_give_the_reference_tokens(
     model: str, reference: StreamedReference, audios: list[Samples], max_num_batched_tokens: int
 ) -> None:
     expected = [reference.generate(audio) for audio in audios]
@@ -87,13 +87,13 @@ def test_whole_audios(
 
 
 @pytest.mark.slow
-def test_replayed_steps(
+def test_replayed_steps_give_the_reference_tokens(
     model: str,
     reference: StreamedReference,
     audios: list[Samples],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps in which all requests decode are captured, with their sounds and delays."""
+    """Steps in which all requests decode are captured, with their audio and delays."""
     recorders = use_graphs(monkeypatch)
     expected = [reference.generate(audio) for audio in audios]
     with make_llm(model) as llm:
@@ -109,7 +109,9 @@ def test_replayed_steps(
 
 
 @pytest.mark.slow
-def test_after_preemptions(model: str, reference: StreamedReference, audios: list[Samples]) -> None:
+def test_preempted_requests_give_the_reference_tokens(
+    model: str, reference: StreamedReference, audios: list[Samples]
+) -> None:
     num_bytes = get_kv_bytes(make_probe(model), 120)
     options = {"block_size": 1, "max_num_batched_tokens": 32}
     with make_llm(model, kv_cache_memory_bytes=num_bytes, **options) as llm:
@@ -123,7 +125,7 @@ def test_after_preemptions(model: str, reference: StreamedReference, audios: lis
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
-def test_chat_and_transcripts(
+def test_chats_and_transcripts_give_the_reference_tokens(
     model: str, reference: StreamedReference, audios: list[Samples]
 ) -> None:
     files = [write_audio(audio, "WAV", "PCM_16") for audio in audios[:3]]
@@ -142,12 +144,14 @@ def test_chat_and_transcripts(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("Hello", "one sound"),
+        ("Hello", "one audio item"),
         ([{"type": "text", "text": "What is said?"}, "audio"], "takes no text"),
-        (["audio", "audio"], "one sound"),
+        (["audio", "audio"], "one audio item"),
     ],
 )
-def test_chats_that_are_refused(model: str, content: Any, words: str) -> None:
+def test_chats_of_anything_but_one_recording_are_refused(
+    model: str, content: Any, words: str
+) -> None:
     part = {"type": "audio", "audio": write_audio(make_tones(0, 1.0), "WAV", "PCM_16")}
     if isinstance(content, list):
         content = [part if each == "audio" else each for each in content]
@@ -156,12 +160,14 @@ def test_chats_that_are_refused(model: str, content: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"language": "en"}, {"prompt": "names"}])
-def test_a_transcript_takes_the_audio_alone(model: str, options: dict[str, str]) -> None:
+def test_language_and_prompt_of_a_transcript_are_refused(
+    model: str, options: dict[str, str]
+) -> None:
     with make_llm(model) as llm, pytest.raises(RequestError, match="leave it out"):
         llm.transcribe([(make_tones(0, 1.0), RATE)], use_tqdm=False, **options)
 
 
-def test_a_prompt_is_longer_than_its_audio(model: str) -> None:
+def test_a_prompt_longer_than_its_audio_is_refused(model: str) -> None:
     audio: Any = {"audio": [(make_tones(0, 1.0), RATE)]}
     prompt: Any = {"prompt_token_ids": [1] * 200, "multi_modal_data": audio}
     with make_llm(model) as llm:
@@ -170,13 +176,13 @@ def test_a_prompt_is_longer_than_its_audio(model: str) -> None:
         assert_nothing_is_left(llm)
 
 
-# ---- sounds that go on
+# ---- streaming audio
 
 
 async def listen(
     engine: AsyncEngine, audio: Samples, *, delay_ms: int | None = None, pause: int = 1
 ) -> list[int]:
-    """Send a sound in chunks of 80 ms, and return the tokens that come back."""
+    """Send audio in chunks of 80 ms, and return the tokens that come back."""
     request = await engine.open_audio(GREEDY, request_id="r", delay_ms=delay_ms)
     reading = asyncio.create_task(read(request))
     for start in range(0, len(audio), TOKEN):
@@ -198,10 +204,10 @@ async def read(request: AudioRequest) -> list[int]:
     return token_ids
 
 
-def test_audios_that_go_on(
+def test_streams_give_the_reference_tokens(
     any_core: LocalCore, reference: StreamedReference, audios: list[Samples]
 ) -> None:
-    """Eight sounds with different delays and speeds, with whole sounds beside them."""
+    """Eight streams with different delays and speeds run together with whole recordings."""
     pairs = list(zip(audios, DELAYS_MS, strict=True))
     expected = [reference.generate(audio, delay_ms) for audio, delay_ms in pairs]
     whole: Any = {"prompt_token_ids": [], "multi_modal_data": {"audio": [(audios[5], RATE)]}}
@@ -223,7 +229,7 @@ def test_audios_that_go_on(
 
 
 @pytest.mark.slow
-def test_an_audio_file_of_many_windows_costs_no_more_blocks(
+def test_a_stream_of_many_windows_takes_no_more_blocks(
     core: LocalCore, reference: StreamedReference
 ) -> None:
     """Its first tokens are forgotten, and what follows is computed as if they were there."""
@@ -249,7 +255,7 @@ def test_an_audio_file_of_many_windows_costs_no_more_blocks(
     assert max(used) <= -(-(window + 64) // 16) + 2
 
 
-def test_an_audio_file_is_aborted(core: LocalCore) -> None:
+def test_a_stream_may_be_aborted(core: LocalCore) -> None:
     async def test(engine: AsyncEngine, _: Any) -> None:
         idle = await engine.open_audio(GREEDY, request_id="idle")
         busy = await engine.open_audio(GREEDY, request_id="busy")
@@ -261,10 +267,12 @@ def test_an_audio_file_is_aborted(core: LocalCore) -> None:
         busy.end()
 
     run(core, test)
-    assert len(core.core.scheduler.listeners) == 0
+    assert len(core.core.scheduler.open_streams) == 0
 
 
-def test_an_audio_file_that_ends_at_once(core: LocalCore, reference: StreamedReference) -> None:
+def test_a_stream_that_ends_at_once_gives_the_reference_tokens(
+    core: LocalCore, reference: StreamedReference
+) -> None:
     expected = reference.generate(np.zeros(0, np.float32))
 
     async def test(engine: AsyncEngine, _: Any) -> None:
@@ -273,7 +281,7 @@ def test_an_audio_file_that_ends_at_once(core: LocalCore, reference: StreamedRef
     run(core, test)
 
 
-def test_a_wrong_delay(core: LocalCore) -> None:
+def test_a_wrong_delay_is_refused(core: LocalCore) -> None:
     async def test(engine: AsyncEngine, _: Any) -> None:
         for delay_ms in (0, 100, 2480, -80):
             with pytest.raises(RequestError, match="multiple of 80 ms"):
@@ -283,8 +291,8 @@ def test_a_wrong_delay(core: LocalCore) -> None:
     run(core, test)
 
 
-def test_there_is_a_place_for_others(model: str, tmp_path: Path) -> None:
-    """Sounds that go on may not take all seats, and start although others hold the rest."""
+def test_streams_leave_a_seat_to_other_requests(model: str, tmp_path: Path) -> None:
+    """Streams may not take all seats, and start although others hold the rest."""
     with run_core(model, tmp_path, max_num_seqs=3) as core:
 
         async def test(engine: AsyncEngine, _: Any) -> None:
@@ -314,7 +322,7 @@ def test_there_is_a_place_for_others(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_whole_audios_are_preempted_after_they_forgot_tokens(
+def test_whole_recordings_are_preempted_after_they_forgot_tokens(
     model: str, reference: StreamedReference, tmp_path: Path
 ) -> None:
     """All of their tokens are computed again, also those that were forgotten."""
@@ -345,7 +353,7 @@ def test_whole_audios_are_preempted_after_they_forgot_tokens(
         run(core, test)
 
 
-def test_others_wait_while_an_audio_file_has_the_only_seat(
+def test_others_wait_while_a_stream_has_the_only_seat(
     model: str, reference: StreamedReference, audios: list[Samples], tmp_path: Path
 ) -> None:
     """The core does not take that for a request that can never run."""

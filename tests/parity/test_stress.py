@@ -87,7 +87,7 @@ def test_random_requests_give_the_reference_tokens(
 def test_hundreds_of_requests_around_the_border_of_rotary_factors(
     reference_of: ReferenceOf,
 ) -> None:
-    """Mixed lengths: many of them cross the border while others run beside them."""
+    """Mixed lengths: many of them cross the border in a batch with others."""
     num_compared = num_crossing = 0
     for seed in range(1, 11):
         stress = Stress(reference_of("phi3"), seed)

@@ -194,7 +194,7 @@ def test_preempted_requests_give_the_reference_tokens(
         assert_nothing_is_left(llm)
         if trace.preempted_ids:
             return
-    pytest.fail("nobody was preempted")
+    pytest.fail("no request was preempted")
 
 
 @pytest.mark.check("options")

@@ -151,7 +151,7 @@ def get_tokens(transcript: Transcript) -> list[list[int]]:
         for name in QUESTIONS
     ],
 )
-def test_audios_of_one_window(name: str, whisper: Whisper) -> None:
+def test_recordings_of_one_window_have_the_reference_segments(name: str, whisper: Whisper) -> None:
     question = QUESTIONS[name]
     audios = [make_audio(3.0, seed=seed) for seed in range(2)]
     transcripts = whisper.transcribe(audios, PLAIN, **question.ours)
@@ -165,14 +165,18 @@ def test_audios_of_one_window(name: str, whisper: Whisper) -> None:
     "settings",
     [pytest.param(PLAIN, id="alone", marks=pytest.mark.slow), pytest.param(CARRIED, id="carried")],
 )
-def test_long_audios(settings: WhisperSettings, whisper: Whisper) -> None:
-    """Several windows each, and the windows of several sounds together."""
+def test_long_recordings_have_the_reference_segments(
+    settings: WhisperSettings, whisper: Whisper
+) -> None:
+    """Several windows each, and the windows of several recordings together."""
     check_long(whisper, settings, [4.0, 7.1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["alone", "carried"])
-def test_three_minutes(settings: WhisperSettings, whisper: Whisper) -> None:
+def test_three_minutes_have_the_reference_segments(
+    settings: WhisperSettings, whisper: Whisper
+) -> None:
     check_long(whisper, settings, [180.0, 181.3])
 
 
@@ -238,7 +242,7 @@ def test_a_language_is_found_though_a_text_may_not_have_its_token(
     config = source.model.generation_config
     audios = [make_audio(3.0, seed=seed) for seed in range(4)]
     expected = [source.find_language(audio) for audio in audios]
-    # All languages that are found, so that there would be another one for each sound.
+    # All languages that are found, so that there would be another one for each recording.
     banned = [config.lang_to_id[f"<|{code}|>"] for code in sorted(set(expected))]
     assert len(banned) < len(config.lang_to_id)
     changes = {name: [*getattr(config, name), *banned]}
@@ -252,7 +256,7 @@ def test_a_language_is_found_though_a_text_may_not_have_its_token(
     ]
 
 
-def test_tokens_that_a_whisper_never_writes_stay_so_without_its_generation_config(
+def test_tokens_that_a_whisper_never_writes_stay_suppressed_without_its_config(
     whisper: Whisper, tiny_model: TinyModel
 ) -> None:
     without = Whisper(tiny_model("whisper"), generation_config="none")
@@ -264,7 +268,7 @@ def test_tokens_that_a_whisper_never_writes_stay_so_without_its_generation_confi
     assert_nothing_is_left(without.llm)
 
 
-def test_an_english_model(tiny_model: TinyModel) -> None:
+def test_an_english_model_has_the_reference_segments(tiny_model: TinyModel) -> None:
     whisper = Whisper(tiny_model("whisper_en"))
     audios = [make_audio(seconds, seed=70 + seconds) for seconds in (3, 8)]
     transcripts = whisper.transcribe(audios, PLAIN, **SEGMENTS)
@@ -275,7 +279,7 @@ def test_an_english_model(tiny_model: TinyModel) -> None:
 
 
 @torch.inference_mode()
-def test_pieces_of_a_moonshine(tiny_model: TinyModel) -> None:
+def test_pieces_of_a_moonshine_have_the_reference_tokens(tiny_model: TinyModel) -> None:
     directory = tiny_model("moonshine")
     audio = make_audio(40.0, seed=90)
     (transcript,) = make_llm(directory, max_model_len=None).transcribe(

@@ -100,7 +100,7 @@ class Follower:
         return msgspec.msgpack.decode(frame, type=Reply)
 
     def kill(self) -> None:
-        """For real. Its unread answers are lost."""
+        """Kill the real process. Its unread answers are lost."""
         os.kill(self._pid, signal.SIGKILL)
         try:
             while self._stream.recv(65536):
@@ -195,8 +195,8 @@ def run_follower(control: socket.socket, descriptor: int) -> NoReturn:
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     control.sendall(READY)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the followers
-    gc.freeze()  # memory that nobody writes to stays shared with them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the leader does not wait for the followers
+    gc.freeze()  # memory without writes stays shared with them
     while True:
         word, descriptors, _, _ = socket.recv_fds(control, 1, 1)
         if not word:

@@ -45,7 +45,7 @@ def get_spans(request: EngineCoreRequest, limits: Limits) -> list[tuple[int, int
 
 
 def check_blocks(kv_cache: KVCacheManager, request_ids: Iterable[str]) -> None:
-    """Tables and pools tell the same: references, and a block is either free or used."""
+    """Check that tables and pools agree on references, and that a block is free or used."""
     held = [Counter[int]() for _ in kv_cache.groups]
     for request_id in request_ids:
         for count, block_ids in zip(held, kv_cache.get_block_ids(request_id), strict=False):
@@ -57,7 +57,7 @@ def check_blocks(kv_cache: KVCacheManager, request_ids: Iterable[str]) -> None:
 
 
 def check_last(output: EngineCoreOutput) -> None:
-    """Times in their order, and every item that was there, once."""
+    """Check that times are in order, and that each cached item is named once."""
     assert output.times is not None
     times = output.times
     moments = [times.arrived, times.scheduled, times.first_token, times.finished]
@@ -78,7 +78,7 @@ class SchedulerDriver:
     ) -> None:
         self.limits = limits
         self.is_ahead = overlap.is_on() if is_ahead is None else is_ahead
-        # The step whose results the scheduler does not know yet.
+        # The step with results that the scheduler does not have yet.
         self.under_way: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
         groups = sizes.groups
         if limits.is_encoder_decoder:
@@ -106,7 +106,7 @@ class SchedulerDriver:
         self.encoder_debt = 0
 
     def add(self, request: EngineCoreRequest) -> bool:
-        """Whether it was accepted."""
+        """Add a request, and return whether it was accepted."""
         try:
             self.scheduler.add_request(request)
         except RequestError:
@@ -172,7 +172,7 @@ class SchedulerDriver:
         return output
 
     def _check_unread(self, output: SchedulerOutput) -> None:
-        """No request runs whose next token depends on one that has not been read."""
+        """No request runs if its next token depends on one that has not been read."""
         if self.under_way is None:
             return
         unread = {s.run for s in self.under_way[0].scheduled if s.is_sampled}
@@ -182,7 +182,7 @@ class SchedulerDriver:
             assert is_free or scheduled.run not in unread
 
     def _check_rest(self, output: SchedulerOutput, *, is_answering: bool) -> None:
-        """After an item beyond the budget, encoders rest while an answer can go on."""
+        """After an item beyond the budget, encoders rest while an answer can continue."""
         num_embeds = sum(size for s in output.scheduled for size in self._get_encoder_sizes(s))
         if self.encoder_debt and num_embeds:
             assert not is_answering, "encoders work although they owe the others a step"
@@ -214,7 +214,7 @@ class SchedulerDriver:
         self.is_in_step = False
 
     def _check_worker(self) -> None:
-        """Core and worker agree on the outputs of encoders that are there, and on who uses them."""
+        """Core and worker agree on the cached outputs of encoders, and on their users."""
         for request in self.scheduler.running:
             used = self.worker.rows[request.request_id].get_used_items()
             held = self.encoder_cache.get_cached_input_ids(request)
@@ -230,7 +230,7 @@ class SchedulerDriver:
         assert len(self.worker.encoded_keys) == num_entries - num_missing
 
     def fail_step(self, output: SchedulerOutput, *, has_run: bool) -> None:
-        """The worker breaks down before it did anything, or after it did everything."""
+        """Let the worker fail before it did anything, or after it did everything."""
         if has_run:
             self.worker.execute(output, token_id=1)
         self._take_under_way()
@@ -256,7 +256,7 @@ class SchedulerDriver:
         self.finish_step(self.schedule(), token_id=token_id)
 
     def drain(self) -> None:
-        """All requests end within a bounded number of steps, and then nothing is held."""
+        """Check that all requests end within a bounded number of steps, and hold nothing then."""
         for request_id in list(self.scheduler.held):
             self.scheduler.release(request_id)
         for _ in range(self.get_step_bound()):
@@ -307,7 +307,7 @@ class SchedulerDriver:
         assert sorted(places) == sorted(self.open)
 
     def _check_seats(self, output: SchedulerOutput) -> None:
-        """No call keeps more than half of the seats from an urgent request whose call has less."""
+        """No call keeps more than half of the seats from an urgent request of a smaller call."""
         scheduler = self.scheduler
         share = max(1, self.limits.max_num_seqs // 2)
         held = Counter(request.group for request in scheduler.running)
@@ -316,7 +316,7 @@ class SchedulerDriver:
         if is_full and max(held.values()) > share:
             largest = max(held, key=held.__getitem__)
             urgency = min(r.rank[0] for r in scheduler.running if r.group == largest)
-            # A long prompt may have to wait for others that are long, too.
+            # A long prompt may have to wait for other long ones.
             short = [r for r in entitled if r not in scheduler.waiting.long]
             assert not [r for r in short if r.rank[0] <= urgency]
         last_started = {

@@ -24,12 +24,12 @@ from sensorium.multimodal.cache import shm_memory
 from sensorium.multimodal.cache.shm_store import ShmStore
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, ProcessedItem, ShmReference
 
-# So that the memory grows in several steps, any of which may be a process's last.
+# So that the memory grows in several steps, and a process may end in any of them.
 shm_memory.EXTENT_BYTES = 8 * 1024
 
 
 def make_item(name: str, *, has_layout: bool) -> ProcessedItem:
-    """Everything follows from the name, so that anyone can tell whether bytes are right."""
+    """Make an item from its name, so that any process can check its bytes."""
     mm_hash = hashlib.sha256(name.encode()).hexdigest()
     size = int(name.split("-")[1])
     content = hashlib.shake_256(name.encode()).digest(size)
@@ -71,7 +71,7 @@ class Fuse:
 
 
 class FusedArray(np.ndarray):
-    """An array in shared memory whose stores burn the fuse, one word after the other."""
+    """An array in shared memory that burns the fuse with each stored word."""
 
     fuse: Fuse | None = None
 
@@ -141,7 +141,7 @@ class Child:
         sweep(self.store)
 
     def stress(self, names: list[str], seed: int, seconds: float) -> int:
-        """Random puts and reads, at least eleven; the number of reads, or an error."""
+        """Put and read at random, at least eleven times. Return the number of reads or an error."""
         choose = random.Random(seed)
         num_reads = 0
         held: list[tuple[str, ShmReference]] = []
@@ -196,7 +196,7 @@ def serve(connection: socket.socket, fd: int) -> None:
 def main() -> None:
     """Hands out children until the other end of the control socket is gone."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead children are not waited for
     control = socket.socket(fileno=int(sys.argv[1]))
     while True:
         _, fds, _, _ = socket.recv_fds(control, 1, 2)

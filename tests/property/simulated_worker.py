@@ -243,7 +243,7 @@ class SimulatedWorker:
         start = scheduled.num_computed_tokens
         if is_healthy:
             missing = self._needed_keys(row, scheduled) - self.encoded_keys
-            assert not missing, f"{scheduled.request_id} needs {missing}, which nobody encoded"
+            assert not missing, f"{scheduled.request_id} needs {missing}, which no step encoded"
         for position in range(start, start + scheduled.num_new_tokens):
             name = self._get_name(row, position) if is_healthy else GARBAGE
             for group_index, group in enumerate(self._groups):
@@ -256,7 +256,7 @@ class SimulatedWorker:
     def _read(self, row: Row, scheduled: ScheduledRequest) -> None:
         start = scheduled.num_computed_tokens
         for slot, name in self._list_media_slots(row):
-            assert self._slots.get(slot) == name, f"{scheduled.request_id} hears another's sound"
+            assert self._slots.get(slot) == name, f"{scheduled.request_id} has another's audio"
         for group_index, group in enumerate(self._groups):
             if group.is_cross:
                 continue

@@ -46,7 +46,7 @@ DOCUMENTS: tuple[tuple[Part, ...], ...] = (
     ("two", (PLACEHOLDER,), (1, 1, 1)),
 )
 
-# A text may contain the placeholder's token, too.
+# A text may also contain the placeholder's token.
 texts = st.builds(
     lambda token_id, length: (token_id,) * length,
     st.sampled_from((1, 1, 2, PLACEHOLDER)),
@@ -75,7 +75,7 @@ def make_request(
     sampling_params: SamplingParams | None = None,
     is_encoder_decoder: bool = False,
 ) -> EngineCoreRequest:
-    """A request whose prompt is made of `parts`: an item by its hash, or tokens."""
+    """Return a request with a prompt of `parts`: an item by its hash, or tokens."""
     token_ids: list[int] = []
     features = []
     for part in parts:

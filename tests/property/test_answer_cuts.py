@@ -100,7 +100,9 @@ def cut(text: str, places: list[int]) -> list[str]:
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS, ids=[tools for tools, _ in FORMATS])
 @settings(max_examples=100)
 @given(data=st.data())
-def test_cuts_change_nothing(tools: str, reasoning: str, data: st.DataObject) -> None:
+def test_cuts_of_the_text_change_nothing_in_the_parsed_answer(
+    tools: str, reasoning: str, data: st.DataObject
+) -> None:
     text = data.draw(texts(tools))
     context: AnswerContext = data.draw(contexts)
     places = data.draw(st.lists(st.integers(0, 500), max_size=8))

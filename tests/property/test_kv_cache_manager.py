@@ -83,7 +83,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         return hit
 
     def is_prefix(self, request: Request, num_blocks: int) -> bool:
-        """Whether every block is cached that a position behind the first `num_blocks` reads."""
+        """Return whether all blocks that a position after `num_blocks` blocks reads are cached."""
         size = self.cache.block_size
         end = num_blocks * size
         if any(span_start < end < span_end for span_start, span_end in request.spans):

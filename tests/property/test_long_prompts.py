@@ -41,7 +41,7 @@ def make_driver(budget: int, threshold: int, pause: int, *, num_seats: int = 64)
 
 
 def add(driver: SchedulerDriver, name: str, num_tokens: int, max_tokens: int = 1) -> None:
-    """Add a request that shares its beginning with no other."""
+    """Add a request that shares its prefix with no other."""
     params = tokens(max_tokens)
     request = make_request(name, (1,) * num_tokens, cache_salt=name, sampling_params=params)
     assert driver.add(request)
@@ -70,8 +70,8 @@ def list_pieces(output: SchedulerOutput) -> list[int]:
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=6),
     arrivals=st.lists(st.integers(0, 3), min_size=1, max_size=40),
 )
-@example(4, 2, 0, [7, 1], [0, 0, 2])  # the last token of one beside a piece of another
-def test_newcomers_have_their_first_token_in_the_next_step(
+@example(4, 2, 0, [7, 1], [0, 0, 2])  # the last token of one in a step with a piece of another
+def test_new_requests_have_their_first_token_in_the_next_step(
     budget: int, threshold: int, pause: int, lengths: list[int], arrivals: list[int]
 ) -> None:
     """However many long prompts there are, half of a step is for those that are not long.
@@ -180,7 +180,7 @@ def test_a_long_prompt_finds_a_seat_however_many_come_after_it(
     num_steps=st.integers(5, 60),
 )
 @example(4, 1, 0, [3, 2], 5)  # one token is a piece
-def test_decoding_goes_on_between_the_pieces_of_long_prompts(
+def test_decoding_continues_between_the_pieces_of_long_prompts(
     budget: int, threshold: int, pause: int, lengths: list[int], num_steps: int
 ) -> None:
     driver = make_driver(budget, threshold, pause)

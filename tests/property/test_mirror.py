@@ -73,7 +73,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Unread:
-    """A message whose answer was not read yet; `sent_sizes` is what the leader believed then.
+    """A message without a read answer yet; `sent_sizes` is what the leader believed then.
     Without a request: evictions alone, a repeat, or a request that was given up.
     """
 
@@ -91,8 +91,8 @@ class MirrorMachine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.unread: deque[Unread] = deque()
         self.given_up: set[Request] = set()
-        # Handles whose entry is in the leader's table, so that it may not be evicted; and handles
-        # whose entry was taken away by a reset or a new epoch.
+        # Handles with an entry in the leader's table, which may not be evicted; and handles
+        # without one, as a reset or a new epoch removed it.
         self.pinning: set[ItemHandle] = set()
         self.stale: set[ItemHandle] = set()
         self.live: dict[weakref.ref[object], str] = {}

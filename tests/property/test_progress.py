@@ -205,7 +205,7 @@ def test_small_item_is_not_starved_by_deferred_spans(
     num_blocks=st.integers(10, 24),
     long=long_limits,
 )
-def test_readers_go_on_although_spans_take_the_blocks(
+def test_decoding_requests_continue_although_spans_take_the_blocks(
     data: st.DataObject,
     item: str,
     num_readers: int,

@@ -1,4 +1,4 @@
-"""The scheduler keeps its promises to requests that hear a sound, whole or while it goes on."""
+"""The scheduler keeps its promises to requests with audio, whole or streaming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WINDOWS: tuple[tuple[int | None, ...], ...] = ((3,), (5,), (2, 6), (9, 4), (5, N
 def make_request(
     request_id: str, num_prompt: int, params: SamplingParams, *, num_received: int = 0
 ) -> EngineCoreRequest:
-    """A request with a sound of `num_received` positions, or with an open one if that is 0."""
+    """Return a request with audio of `num_received` positions, streaming if that is 0."""
     position = PlaceholderRange(0, num_received)
     feature = MultiModalFeatureSpec(modality="audio", mm_hash=request_id, mm_position=position)
     return EngineCoreRequest(
@@ -42,12 +42,12 @@ def make_request(
     )
 
 
-class HearingWorker(SimulatedWorker):
-    """A worker that forgets tokens, and in which every position has a part of a sound."""
+class AudioWorker(SimulatedWorker):
+    """A worker that forgets tokens, and that has a part of the audio at every position."""
 
-    def __init__(self, *args: Any, heard: dict[str, int], **options: Any) -> None:
+    def __init__(self, *args: Any, num_received: dict[str, int], **options: Any) -> None:
         super().__init__(*args, **options)
-        self._heard = heard
+        self._num_received = num_received
         self._num_dropped: dict[str, int] = {}
 
     def _drop_and_start(self, output: SchedulerOutput) -> None:
@@ -64,30 +64,33 @@ class HearingWorker(SimulatedWorker):
         for started in output.started:
             name, stream = started.request.request_id, started.request.stream
             assert stream is not None
-            assert not (stream.is_open and started.output_token_ids), "its sound is gone"
+            assert not (stream.is_open and started.output_token_ids), "its audio is gone"
             self._num_dropped[name] = 0
             self.rows[name].embed_at = {}
         for scheduled in output.scheduled:
             end = scheduled.num_computed_tokens + scheduled.num_new_tokens
             assert (
-                self._num_dropped[scheduled.request_id] + end <= self._heard[scheduled.request_id]
+                self._num_dropped[scheduled.request_id] + end
+                <= self._num_received[scheduled.request_id]
             )
 
     def _get_name(self, row: Row, position: int) -> int:
         request_id = row.request.request_id
         while len(row.names) <= position + 1:
             place = len(row.names) - 1
-            heard = request_id, self._num_dropped[request_id] + place
-            row.names.append(self._contents.get_next(row.names[-1], row.token_ids[place], heard))
+            audio = request_id, self._num_dropped[request_id] + place
+            row.names.append(self._contents.get_next(row.names[-1], row.token_ids[place], audio))
         return row.names[position + 1]
 
 
 class AudioDriver(SchedulerDriver):
     def __init__(self, limits: Limits, sizes: CacheSizes, *, is_ahead: bool) -> None:
         super().__init__(limits, sizes, "fcfs", is_ahead=is_ahead)
-        self.heard: dict[str, int] = {}  # request id -> positions of its sound so far
+        self.num_received: dict[str, int] = {}  # request id -> positions of its audio so far
         self.num_tokens: dict[str, int] = {}  # request id -> its prompt and what came back
-        self.worker = HearingWorker(sizes.groups, block_size=sizes.block_size, heard=self.heard)
+        self.worker = AudioWorker(
+            sizes.groups, block_size=sizes.block_size, num_received=self.num_received
+        )
 
     def add(self, request: EngineCoreRequest) -> bool:
         try:
@@ -95,18 +98,18 @@ class AudioDriver(SchedulerDriver):
         except CapacityError:
             return False
         if is_added and request.stream is not None:
-            self.heard[request.request_id] = request.stream.num_received
+            self.num_received[request.request_id] = request.stream.num_received
             self.num_tokens[request.request_id] = len(request.prompt_token_ids)
         return is_added
 
     def list_open(self) -> list[str]:
-        """Return the requests whose sound has not ended."""
+        """Return the requests with audio that still streams."""
         return [name for name, request in self.scheduler.requests.items() if request.is_open]
 
     def append(self, request_id: str, count: int, *, is_last: bool) -> None:
         request = self.scheduler.requests.get(request_id)
         if request is not None and request.is_open:
-            self.heard[request_id] += count
+            self.num_received[request_id] += count
         output = self.scheduler.append_audio(request_id, count, is_last=is_last)
         if output is not None:
             self.take([output])
@@ -115,11 +118,11 @@ class AudioDriver(SchedulerDriver):
         for output in outputs:
             name = output.request_id
             self.num_tokens[name] += len(output.new_token_ids)
-            request, num_received = self.open[name], self.heard[name]
+            request, num_received = self.open[name], self.num_received[name]
             most = max(num_received, len(request.prompt_token_ids)) + 1
             assert self.num_tokens[name] <= most
             if output.finish_reason is FinishReason.STOP and EOS not in output.new_token_ids:
-                assert self.num_tokens[name] >= num_received, "it ends before its sound"
+                assert self.num_tokens[name] >= num_received, "it ends before its audio"
         super().take(outputs)
 
     def schedule(self) -> SchedulerOutput:
@@ -142,19 +145,19 @@ class AudioDriver(SchedulerDriver):
     def check(self) -> None:
         super().check()
         live = {r.request_id for r in self.open.values() if r.stream and r.stream.is_open}
-        assert self.scheduler.listeners._open == live == self.kv_cache._reserved.keys()
+        assert self.scheduler.open_streams._open == live == self.kv_cache._reserved.keys()
         for index, pool in enumerate(self.kv_cache._pools):
             reserved = sum(counts[index] for counts in self.kv_cache._reserved.values())
             assert reserved <= 0.75 * pool.capacity
 
     def get_max_tokens(self, request: EngineCoreRequest) -> int:
-        return max(self.heard[request.request_id], MAX_MODEL_LEN)
+        return max(self.num_received[request.request_id], MAX_MODEL_LEN)
 
     def drain(self) -> None:
         for request_id in sorted(self.open):
             self.append(request_id, 2, is_last=True)
         super().drain()
-        assert not self.scheduler.listeners._open
+        assert not self.scheduler.open_streams._open
         assert not self.kv_cache._reserved
 
 

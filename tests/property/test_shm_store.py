@@ -26,7 +26,7 @@ from tests.property.shm_child import is_right, make_item, sweep
 from tests.property.shm_nursery import ChildDiedError, ChildProcess, Nursery, find_holders
 
 CAPACITY = 32 * 1024
-# Two of the largest don't fit beside each other; the last one never does.
+# Two of the largest don't fit together; the last one never does.
 SIZES = (1, 100, 900, 3_000, 7_000, 9_000, 14_000, 20_000, 40_000)
 NAMES = [f"{letter}-{size}" for size in SIZES for letter in "ab"]
 NAME_OF = {make_item(name, has_layout=False).mm_hash: name for name in NAMES}
@@ -152,7 +152,7 @@ class ShmStoreMachine(RuleBasedStateMachine):
 
     @rule(which=ANY, what=ANY, num_stores=st.none() | st.integers(0, 1))
     def lease(self, which: int, what: int, num_stores: int | None) -> None:
-        """Of a reference that someone had once; if someone has it still, it is there."""
+        """Lease by a reference from earlier, which succeeds if a child still has it leased."""
         if not self.names:
             return
         child = self.pick(which)
@@ -201,7 +201,7 @@ class ShmStoreMachine(RuleBasedStateMachine):
 
     @rule(which=ANY)
     def kill_and_replace(self, which: int) -> None:
-        """The new one gets the number of the dead, and none of its leases."""
+        """The new child gets the number of the dead one, and none of its leases."""
         child = self.pick(which)
         child.kill()
         self.forget(child)

@@ -189,7 +189,7 @@ def test_state_does_not_grow_with_the_answer(token_id: int) -> None:
     assert max(sizes) < 2048  # the stop string, and a few tokens
 
 
-def test_bytes_that_never_become_a_character_are_told() -> None:
+def test_incomplete_bytes_at_the_end_become_replacement_characters() -> None:
     reader = TextReader(_Bytes(), SamplingParams())
     assert reader.add([0xFF] * 100) == "\ufffd" * 96
     assert reader.add([], finish_reason="length") == "\ufffd" * 4
@@ -204,13 +204,13 @@ def test_a_stop_string_is_known_by_the_reason_or_the_text(stop_reason: object, t
     assert reader.stop_string == ("bc" if text == "a" else None)
 
 
-def test_a_closing_token_gives_no_text_where_no_reason_is_told() -> None:
+def test_a_closing_token_gives_no_text_if_the_stop_reason_is_unknown() -> None:
     for stop in ((), ("x",)):
         reader = TextReader(_Bytes(), SamplingParams(stop=stop))
         assert reader.add(b"abc", finish_reason="stop", stop_reason=UNKNOWN) == "ab"
 
 
-def test_nothing_is_told_behind_the_end() -> None:
+def test_no_text_follows_the_end() -> None:
     params = SamplingParams(stop=["b"])
     reader = TextReader(_Bytes(), params)
     assert reader.add(b"abcdef") == "a"
@@ -233,6 +233,6 @@ def test_nothing_is_told_behind_the_end() -> None:
         TextState(num_tokens=-1),
     ],
 )
-def test_what_can_be_no_state_is_refused(state: TextState) -> None:
+def test_an_invalid_state_is_refused(state: TextState) -> None:
     with pytest.raises(RequestError, match="stream_state"):
         state.check()

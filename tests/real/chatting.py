@@ -14,7 +14,7 @@ ensure_torchvision()
 import transformers as tf  # noqa: E402  (after the shim)
 
 MAX_TOKENS = 24
-# A question, and a word of the answer where it has to have one and so small a model knows it.
+# Questions, and a word of the answer if even so small a model has to answer it.
 QUESTIONS: dict[str, str | None] = {
     "What is the capital of France?": "Paris",
     "What is 2+2?": "4",

@@ -1,4 +1,4 @@
-"""What real sounds are checked with: a model with Whisper's ears, and Whisper in Transformers."""
+"""Real audio is checked with a model that has Whisper's encoder, and Whisper in Transformers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import transformers as tf  # noqa: E402  (after the shim)
 from transformers.models.whisper.modeling_whisper import sinusoids  # noqa: E402
 
 Samples = npt.NDArray[np.float32]
-NUM_FRAMES = 3000  # of a spectrogram that Whisper hears: 30 seconds
+NUM_FRAMES = 3000  # of Whisper's spectrogram: 30 seconds
 MAX_ERROR_RATE = 0.06  # of words; Whisper's own, on these recordings, is 4 of 95
 _WORDS_OF = {
     "mr": "mister",
@@ -86,7 +86,7 @@ class Whisper:
         return normalize(self.tokenizer.decode(tokens[0], skip_special_tokens=True))
 
     def get_features(self, samples: Samples) -> torch.Tensor:
-        """The spectrogram of a sound at 16 kHz."""
+        """Return the spectrogram of audio at 16 kHz."""
         found = self.extractor(samples, sampling_rate=RATE, return_tensors="pt")
         features: torch.Tensor = found.input_features[0]
         return features

@@ -23,7 +23,7 @@ def server(real_folder: Callable[[str], Path]) -> Iterator[ServerProcess]:
         yield running
 
 
-def test_a_book_that_is_read_aloud(
+def test_a_book_that_is_read_aloud_is_transcribed(
     server: ServerProcess, real_folder: Callable[[str], Path]
 ) -> None:
     recordings = get_recordings(real_folder("speech"))

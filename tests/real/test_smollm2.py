@@ -72,7 +72,7 @@ def test_answers_alone_are_those_of_transformers(
     check_sense(texts)
 
 
-def test_answers_in_company_and_in_chunks_are_the_same(
+def test_answers_in_batches_and_in_chunks_are_the_same(
     smollm2_llm: LLM, expected: list[tuple[int, ...]]
 ) -> None:
     smollm2_llm.core.scheduler.kv_cache.clear_cache()
@@ -91,7 +91,7 @@ def test_answers_in_company_and_in_chunks_are_the_same(
     assert_nothing_is_left(smollm2_llm)
 
 
-def test_a_long_prompt_is_read_in_many_steps(smollm2_llm: LLM, smollm2: str) -> None:
+def test_a_long_prompt_is_computed_in_many_steps(smollm2_llm: LLM, smollm2: str) -> None:
     question = make_long_question()
     expected = get_oracle(smollm2).answer(question, 8)
     trace = Trace(smollm2_llm)
@@ -103,7 +103,7 @@ def test_a_long_prompt_is_read_in_many_steps(smollm2_llm: LLM, smollm2: str) -> 
     assert "pineapple" in output.outputs[0].text.lower()
 
 
-def test_json_follows_its_schema_and_says_what_was_asked(smollm2_llm: LLM) -> None:
+def test_json_follows_its_schema_and_answers_the_question(smollm2_llm: LLM) -> None:
     structured = StructuredOutputsParams(json=CITY_SCHEMA)
     params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=structured)
     (output,) = smollm2_llm.chat(ask(CITY_QUESTION), params, use_tqdm=False)

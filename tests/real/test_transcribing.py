@@ -80,7 +80,7 @@ def transcribe(llm: LLM, speech: LongSpeech) -> Transcript:
 def assert_same_segments(ours: Transcript, theirs: LongTranscript, duration_s: float) -> None:
     assert [segment.text for segment in ours.segments] == [each.text for each in theirs.segments]
     for segment, expected in zip(ours.segments, theirs.segments, strict=True):
-        # Transformers lets the last times of a window exceed the sound.
+        # Transformers lets the last times of a window exceed the audio.
         assert segment.start == pytest.approx(min(expected.start_s, duration_s), abs=0.011)
         assert segment.end == pytest.approx(min(expected.end_s, duration_s), abs=0.011)
 

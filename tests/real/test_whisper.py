@@ -78,7 +78,7 @@ def make_features(llm: LLM, audio: bytes) -> torch.Tensor:
 
 
 def encode(llm: LLM, audios: list[bytes]) -> list[torch.Tensor]:
-    """What the worker's encoder makes of each sound, all in one request."""
+    """Return what the worker's encoder makes of each recording, all in one request."""
     hf_model = get_hf_model(llm)
     own_encode, seen = hf_model.encode, []
 
@@ -115,7 +115,7 @@ def test_embeddings_of_half_a_minute_are_those_of_whispers_encoder(
 def test_embeddings_of_several_recordings_in_one_request_are_those_of_each(
     llm: LLM, whisper: Whisper, recordings: dict[Path, str]
 ) -> None:
-    """Whisper encodes the silence behind a short sound and towers do not.
+    """Whisper encodes the silence behind a short recording and towers do not.
 
     So the reference is cut to the same length.
     """
@@ -127,7 +127,7 @@ def test_embeddings_of_several_recordings_in_one_request_are_those_of_each(
         torch.testing.assert_close(embeds, expected, atol=TOLERANCE, rtol=0, msg=path.name)
 
 
-def test_spectrograms_are_bit_equal_and_their_words_are_understood(
+def test_spectrograms_are_bit_equal_and_their_words_are_recognised(
     llm: LLM, whisper: Whisper, recordings: dict[Path, str]
 ) -> None:
     found = []
@@ -152,7 +152,7 @@ def make_opus(samples: Any) -> bytes:
 
 
 @pytest.mark.parametrize("write", [make_stereo_flac, make_mp3, make_opus])
-def test_words_are_understood_from_other_formats_and_rates(
+def test_words_are_recognised_in_other_formats_and_rates(
     llm: LLM, whisper: Whisper, recordings: dict[Path, str], write: Callable[[Any], bytes]
 ) -> None:
     clear = [path for path in recordings if path.name.endswith(("0890.wav", "0930.wav"))]
@@ -165,7 +165,7 @@ def test_words_are_understood_from_other_formats_and_rates(
 def test_resampled_spectrograms_are_those_of_other_libraries(
     llm: LLM, whisper: Whisper, recordings: dict[Path, str]
 ) -> None:
-    """Of every recording: the words of the shortest change with the last bits of a sound."""
+    """For every recording, because the words of the shortest change with the samples' last bits."""
     for path in recordings:
         audio = make_stereo_flac(read_samples(path))
         samples, rate = soundfile.read(io.BytesIO(audio), dtype="float32")
@@ -173,7 +173,7 @@ def test_resampled_spectrograms_are_those_of_other_libraries(
         torch.testing.assert_close(make_features(llm, audio), expected, atol=1e-4, rtol=0)
 
 
-def test_other_words_are_heard_in_an_audio_file_at_the_wrong_rate(
+def test_other_words_are_recognised_in_audio_at_the_wrong_rate(
     llm: LLM, whisper: Whisper, recordings: dict[Path, str]
 ) -> None:
     """A control: what a front end that forgets to resample would make of it."""

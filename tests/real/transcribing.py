@@ -1,6 +1,6 @@
 """Transcripts by Transformers, with which those of an engine are compared, and a long speech.
 
-All in float32 on the CPU, from the files of a Whisper checkpoint. Sounds are samples at 16 kHz.
+All in float32 on the CPU, from the files of a Whisper checkpoint. Audio is samples at 16 kHz.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A word, a sentence or a segment, with its times in seconds from the sound's beginning."""
+    """A word, a sentence or a segment, with its times in seconds from the audio's beginning."""
 
     text: str
     start_s: float
@@ -49,7 +49,7 @@ class LongSpeech:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTranscript:
-    """What Transformers makes of a sound of any length."""
+    """What Transformers makes of audio of any length."""
 
     text: str
     token_ids: tuple[int, ...]  # with times, without special tokens
@@ -101,7 +101,7 @@ class Transcriber:
 
     @torch.inference_mode()
     def transcribe_long(self, samples: Samples, *, is_conditioned: bool) -> LongTranscript:
-        """Transcribe a sound of any length, window by window, at temperature 0.
+        """Transcribe audio of any length, window by window, at temperature 0.
 
         Each window begins where the last one's final time is. Conditioned, it also gets the text
         before it as a prompt. No window is decoded a second time.

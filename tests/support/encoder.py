@@ -1,4 +1,4 @@
-"""Runs encoders apart from engines in this process, over a real socket."""
+"""Runs remote encoders in this process, over a real socket."""
 
 from __future__ import annotations
 

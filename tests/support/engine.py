@@ -18,8 +18,8 @@ from sensorium.worker.graphs.encoder_graphs import EncoderGraphs
 from sensorium.worker.graphs.recorder import Recorder
 
 MAX_STEPS = 5000
-# How many tokens a KV cache has beside those of the longest request. With one of these numbers it
-# is just too small for the requests that share it, so that one of them is preempted.
+# How many tokens a KV cache has in addition to those of the longest request. With one of these
+# numbers it is just too small for the requests that share it, so that one of them is preempted.
 ROOMS = (16, 0, 7, 3, 12, 23, 29, 38, 47, 61, 80)
 
 

@@ -1,7 +1,7 @@
 """Whether engines under test launch a step before the results of the last one are read.
 
-By default that is done on a GPU only. Under test it is done on a CPU too, so that the same loop is
-tested there, unless the tests run with `--no-overlap`. Processes that tests start inherit it.
+By default that is done on a GPU only. Under test it is also done on a CPU, so that the same loop
+is tested there, unless the tests run with `--no-overlap`. Processes that tests start inherit it.
 """
 
 from __future__ import annotations

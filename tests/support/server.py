@@ -35,7 +35,7 @@ POOL = ("--mm-processor-pool-size", "1")
 EMBEDDED_CACHE = str(ROOT / "build" / "embedded")
 COMMAND = "from sensorium.cli import main; main()"
 # A process ignores Ctrl-C if its parent does, as a shell's jobs in the background do. This one
-# hears it all the same.
+# receives it all the same.
 INTERRUPTIBLE_COMMAND = (
     f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {COMMAND}"
 )
@@ -222,7 +222,7 @@ class ServerProcess:
 def serve(
     model: str, *flags: str, command: str = "serve", is_cold: bool = False, **variables: str
 ) -> Iterator[ServerProcess]:
-    """Run a server for one test. At most one idle shared server stays alive beside it."""
+    """Run a server for one test. At most one idle shared server stays alive next to it."""
     SHARED_SERVERS.make_room()
     server = ServerProcess(model, *flags, command=command, is_cold=is_cold, **variables)
     try:

@@ -1,4 +1,4 @@
-"""Sounds with and without voices, a detector that only looks at loudness, and WebSocket clients."""
+"""Audio with and without voices, a detector that only looks at loudness, and WebSocket clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LoudnessDetector:
 
 
 def make_tones(*parts: tuple[float, float], rate: int = RATE) -> Samples:
-    """Return a sound of parts (loudness, seconds): a tone of 440 Hz."""
+    """Return audio of parts (loudness, seconds): a tone of 440 Hz."""
     pieces = []
     for loudness, seconds in parts:
         times = np.arange(round(seconds * rate)) / rate

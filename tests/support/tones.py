@@ -1,4 +1,4 @@
-"""Sounds that change every 80 ms, and what Transformers' `generate` writes down of them."""
+"""Audio that changes every 80 ms, and its transcript by Transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_DELAY_MS = 480
 
 
 def make_tones(seed: int, seconds: float) -> Samples:
-    """Return a sound of three random tones at a time, in steps of 16 bits as a file has them."""
+    """Return audio of three random tones at a time, in steps of 16 bits as a file has them."""
     generator = np.random.default_rng(seed)
     times = np.arange(TOKEN) / RATE
     parts = []
@@ -60,7 +60,7 @@ class StreamedReference:
         processor = self._get_processor(delay_ms)
         inputs = processor(audio, sampling_rate=RATE, return_tensors="pt")
         with warnings.catch_warnings():
-            # It is as long as the sound, which Transformers takes for a length by default.
+            # It is as long as the audio, which Transformers uses as a length by default.
             warnings.filterwarnings("ignore", "Using the model-agnostic default")
             output = self._model.generate(**inputs, do_sample=False)[0].tolist()
         token_ids: list[int] = output[inputs["input_ids"].shape[1] :]

@@ -1,4 +1,4 @@
-"""Adds the folder of the attacks, which the benchmark uses too, to the import path."""
+"""Adds the folder of the attacks, shared with the benchmark, to the import path."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Row 10: options of a request that make the processor enlarge a small picture.
 
-They are refused before anything is decoded, and with the flag that lifts this, the others go on.
+They are refused before anything is decoded. With the flag that lifts the limit they run, and other
+requests are still answered.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_larger_and_longer_videos_are_refused(
 @pytest.mark.parametrize(
     "options", [{"max_pixels": 30_000}, {"min_pixels": 784}, {"do_normalize": False}], ids=str
 )
-def test_options_that_ask_for_less_are_taken(
+def test_options_that_ask_for_less_are_accepted(
     server: ServerProcess, options: dict[str, Any]
 ) -> None:
     response = ask(server.get_url(), make_picture_body(options))
@@ -77,7 +78,7 @@ def test_neighbours_are_answered_during_the_attack(server: ServerProcess) -> Non
 
 @pytest.mark.slow  # in short: tests/unit/multimodal/test_cost_guard.py
 @pytest.mark.parametrize("num_items", [1, 3])
-def test_with_the_flag_larger_items_run_and_neighbours_go_on(num_items: int) -> None:
+def test_with_the_flag_larger_items_run_and_neighbours_are_answered(num_items: int) -> None:
     # Steps so small that each of these items is beyond their budget.
     flags = (LIFTING_FLAG, "--max-num-batched-tokens", "128")
     with serve("sensorium-mini", *flags, *POOL) as server:

@@ -26,7 +26,7 @@ BOUND_S = 60.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """A server of its own: with its end, what it still decodes ends too."""
+    """A server of its own: when it stops, whatever it still decodes ends."""
     with serve("sensorium-mini", "--mm-processor-pool-size", "2") as server:
         wait_until(
             lambda: server.get_metrics()["sensorium:pool_workers"] >= 2,

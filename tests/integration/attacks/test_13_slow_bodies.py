@@ -36,7 +36,7 @@ def read_to_the_end(connection: socket.socket) -> bytes:
     return answer
 
 
-def test_neighbours_are_answered_and_the_drips_end(server: ServerProcess) -> None:
+def test_slow_bodies_are_ended_and_neighbours_are_answered(server: ServerProcess) -> None:
     neighbours = Neighbours(server.get_url())
     began = time.monotonic()
     with attack(server.get_url()) as connections:
@@ -53,7 +53,7 @@ def test_neighbours_are_answered_and_the_drips_end(server: ServerProcess) -> Non
     assert server.get("/load").json() == {"server_load": 0}
 
 
-def test_an_upload_in_many_pieces_is_taken(server: ServerProcess) -> None:
+def test_an_upload_in_many_pieces_is_accepted(server: ServerProcess) -> None:
     body = b'{"prompt": "' + b"a " * 2000 + b'", "max_tokens": 1}'
     pieces = (body[start : start + 16] for start in range(0, len(body), 16))
     headers = {"content-type": "application/json"}

@@ -59,7 +59,7 @@ def is_answered(neighbours: Neighbours) -> bool:
     return not neighbours.list_faults(answers)
 
 
-def test_a_full_disk_costs_no_request_and_no_process(disk: Path) -> None:
+def test_a_full_disk_fails_no_request_and_ends_no_process(disk: Path) -> None:
     with serve(MODEL, "--api-server-count", "2", *POOL, TMPDIR=str(disk)) as server:
         assert list(disk.glob("sensorium-*")), "the server has its directory elsewhere"
         with attack(disk):
@@ -70,7 +70,7 @@ def test_a_full_disk_costs_no_request_and_no_process(disk: Path) -> None:
             answers = neighbours.ask_while(lambda: False, min_rounds=4)
             assert neighbours.list_faults(answers) == []
             assert max(answer.seconds for answer in answers) < BOUND_S
-            # A new series of each kind needs room of its own, too.
+            # A new series of each kind also needs room of its own.
             assert server.get("/v1/models/none").status_code == 404
             assert set(server.get_process_ids()) >= processes
             assert get_free_bytes(disk) == 0
@@ -91,7 +91,7 @@ def test_a_full_disk_costs_no_request_and_no_process(disk: Path) -> None:
 
 @contextmanager
 def serve_with_full_log(log: Path) -> Iterator[str]:
-    """The address of a server whose both streams go to a file on a disk that is soon full."""
+    """Yield the address of a server that logs to a file on a disk that is soon full."""
     words = ["serve", MODEL, "--port", "0"]
     with log.open("w") as file:
         output = file.fileno()
@@ -116,7 +116,7 @@ def _wait_for_address(process: NurseryProcess, log: Path) -> str:
     raise AssertionError(f"the server is not ready:\n{log.read_text()}")
 
 
-def test_a_log_on_a_full_disk_costs_lines_only(disk: Path) -> None:
+def test_a_log_on_a_full_disk_loses_only_lines(disk: Path) -> None:
     log = disk / "log"
     with serve_with_full_log(log) as url, attack(disk):
         size = log.stat().st_size

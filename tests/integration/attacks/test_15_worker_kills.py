@@ -61,7 +61,7 @@ def killing(server: ServerProcess) -> Iterator[None]:
 
 
 @pytest.mark.slow  # in short: tests/integration/test_server_faults.py, where one worker is killed
-def test_kills_of_workers_are_no_fault_of_a_client(server: ServerProcess) -> None:
+def test_killed_workers_cause_no_client_errors(server: ServerProcess) -> None:
     assert ask(server, PICTURE).status_code == 200
     refusals: list[httpx.Response] = []
     deadline = time.monotonic() + PATIENCE_S

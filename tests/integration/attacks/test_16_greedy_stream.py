@@ -37,7 +37,7 @@ def wait_until_idle(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow  # in short: the test below
-def test_neighbours_of_128_completions_that_nobody_reads_are_answered(
+def test_neighbours_of_128_unread_completions_are_answered(
     server: ServerProcess,
 ) -> None:
     neighbours = Neighbours(server.get_url())
@@ -51,7 +51,7 @@ def test_neighbours_of_128_completions_that_nobody_reads_are_answered(
     wait_until_idle(server)
 
 
-def test_a_stream_that_is_not_read_is_ended_and_its_request_with_it(server: ServerProcess) -> None:
+def test_an_unread_stream_is_ended_with_its_request(server: ServerProcess) -> None:
     aborted = 'vllm:request_success_total{finished_reason="abort"}'
     before = server.get_metrics()[aborted]
     # More than the kernel and the connection's buffer take together.

@@ -33,7 +33,7 @@ def test_a_request_of_a_foreign_page_is_refused(
         assert error["code"] == "unsupported_content_type"
 
 
-def test_programs_and_the_own_page_are_served(server: ServerProcess) -> None:
+def test_programs_and_the_servers_own_page_are_served(server: ServerProcess) -> None:
     url = urlsplit(server.get_url())
     own = {"origin": f"http://{url.netloc}"}
     fetch = {**own, "sec-fetch-site": "same-origin", "sec-fetch-mode": "cors"}
@@ -46,6 +46,6 @@ def test_programs_and_the_own_page_are_served(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:9999", "127.0.0.1", "[::1]:80"])
-def test_the_names_of_this_machine_are_its_own(server: ServerProcess, host: str) -> None:
+def test_requests_to_names_of_this_machine_are_served(server: ServerProcess, host: str) -> None:
     """Also by another port: a tunnel leads here from there."""
     assert server.get("/v1/models", headers={"host": host}).status_code == 200

@@ -41,7 +41,7 @@ def get_text(response: httpx.Response) -> str:
     return text
 
 
-def test_a_guessed_uuid_shows_nothing(victim: Client, attacker: Client) -> None:
+def test_a_guessed_uuid_reveals_nothing(victim: Client, attacker: Client) -> None:
     text = get_text(victim.show("passport"))
     assert get_text(victim.show("passport", None)) == text
     guessed = attacker.show("passport", None)
@@ -50,7 +50,7 @@ def test_a_guessed_uuid_shows_nothing(victim: Client, attacker: Client) -> None:
     assert victim.show("passport", None, cache_salt="mine").status_code == 409
 
 
-def test_a_uuid_that_another_has_taken_is_free(victim: Client, attacker: Client) -> None:
+def test_a_uuid_that_another_key_uses_is_still_free(victim: Client, attacker: Client) -> None:
     squatted = get_text(attacker.show("logo", OTHER))
     text = get_text(victim.show("logo"))
     assert text != squatted
@@ -59,7 +59,7 @@ def test_a_uuid_that_another_has_taken_is_free(victim: Client, attacker: Client)
     assert victim.show("logo", OTHER).status_code == 400  # by its own promise
 
 
-def test_equal_pictures_are_perceived_once_for_all(victim: Client, attacker: Client) -> None:
+def test_equal_pictures_are_processed_once_for_all_keys(victim: Client, attacker: Client) -> None:
     """Equal bytes are no secret between those who both have them."""
     get_text(victim.show("shared"))
     chat = make_chat(make_picture_part(PICTURE), trace=True)
@@ -80,7 +80,7 @@ def test_a_hash_alone_finds_what_the_same_key_has_sent(victim: Client, attacker:
     assert guessed.json()["error"]["missing"] == ["my-name"]
 
 
-def test_keys_share_their_uuids_where_the_server_says_so() -> None:
+def test_keys_share_uuids_if_the_server_is_configured_so() -> None:
     flags = (*FLAGS, "--share-uuids")
     with serve("sensorium-mini", *flags) as server:
         text = get_text(Client(server.get_url(), VICTIM).show("common"))

@@ -1,4 +1,4 @@
-"""Row 19: a core that hangs is noticed and replaced; one that is only slow is left alone."""
+"""Row 19: a core that hangs is noticed and replaced; one that is only slow is kept."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_core_that_hangs_makes_the_server_unhealthy_and_is_replaced(
 
 
 @pytest.mark.slow  # in short: tests/unit/server/processes/test_pulse.py
-def test_all_frontends_agree_and_a_core_that_moves_again_keeps_its_requests(
+def test_all_frontends_agree_and_a_core_that_resumes_keeps_its_requests(
     tiny_model: Callable[[str], str],
 ) -> None:
     question = make_body("what is it", max_tokens=64)
@@ -167,7 +167,7 @@ def ask_in_one_step(server: ServerProcess, num_tokens: int) -> float:
 
 
 @pytest.mark.slow  # in short: tests/unit/server/processes/test_pulse.py
-def test_a_long_step_that_goes_on_is_no_stall(tmp_path: Path) -> None:
+def test_a_long_step_is_not_mistaken_for_a_stall(tmp_path: Path) -> None:
     flags = ("--max-model-len", "8192", "--max-num-batched-tokens", "8192", "--no-warmup")
     with serve(
         make_deep_model(tmp_path / "deep"), *flags, "--core-stall-timeout", str(LIMIT_S)

@@ -1,4 +1,4 @@
-"""Row 20: what a model would not hear of a sound is not dropped in silence."""
+"""Row 20: audio longer than a model's window is never truncated silently."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_audio_beyond_the_window_is_refused_with_both_lengths(
         response = send(server, [seconds], path)
         assert response.status_code == 400, response.text
         message = response.json()["error"]["message"]
-        expected = f"the sound is {seconds:.4g} s long; this model takes at most 30 s"
+        expected = f"the audio is {seconds:.4g} s long; this model takes at most 30 s"
         assert message.endswith(f"{expected}: send it in pieces")
 
 

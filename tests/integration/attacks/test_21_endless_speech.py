@@ -1,4 +1,4 @@
-"""Row 21: a sound takes as many tokens as its length allows, whatever a Whisper writes."""
+"""Row 21: the audio's length bounds the tokens of its transcript, even if a Whisper loops."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     ],
     ids=["greedy", "random"],
 )
-def test_an_audio_file_takes_no_more_tokens_than_its_length_allows(
+def test_a_transcript_has_no_more_tokens_than_the_audios_length_allows(
     server: ServerProcess, fields: dict[str, str], most: float
 ) -> None:
     form = make_attack(SECONDS)
@@ -46,7 +46,7 @@ def test_an_audio_file_takes_no_more_tokens_than_its_length_allows(
     assert 0.7 * most < num_tokens <= most
 
 
-def test_an_ordinary_audio_takes_a_few_tokens(server: ServerProcess) -> None:
+def test_an_ordinary_recording_takes_a_few_tokens(server: ServerProcess) -> None:
     before = server.get_metrics()[TOKENS]
     response = httpx.post(server.get_url(ROUTE), **make_form(SECONDS), timeout=300.0)
     assert response.status_code == 200, response.text
@@ -54,7 +54,7 @@ def test_an_ordinary_audio_takes_a_few_tokens(server: ServerProcess) -> None:
 
 
 @pytest.mark.slow  # in short: the tests above
-def test_neighbours_of_texts_without_end_are_answered(server: ServerProcess) -> None:
+def test_neighbours_of_endless_transcripts_are_answered(server: ServerProcess) -> None:
     listeners = OpenStreams(server.get_url())
     assert any(listeners.expected.values())
     with attack(server.get_url()) as statuses:

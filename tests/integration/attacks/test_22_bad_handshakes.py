@@ -27,7 +27,7 @@ def read_status(connection: socket.socket) -> int:
     return int(answer.split(b" ")[1])
 
 
-def test_they_are_answered_and_leave_nothing() -> None:
+def test_bad_handshakes_are_answered_and_leave_nothing() -> None:
     # A timer of heads that can't have ended them.
     flags = (*FLAGS, "--head-timeout", "3600", "--api-server-count", "1")
     with SHARED_SERVERS.use("sensorium-mini", *flags) as server:

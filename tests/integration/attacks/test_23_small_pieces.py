@@ -42,7 +42,7 @@ def flood(url: str, kind: str) -> bytes:
     return received
 
 
-def test_neighbours_are_answered_and_nothing_is_left() -> None:
+def test_small_pieces_leave_nothing_and_neighbours_are_answered() -> None:
     with SHARED_SERVERS.use("sensorium-mini", *FLAGS) as server:
         url = server.get_url()
         neighbours = Neighbours(url)
@@ -54,7 +54,7 @@ def test_neighbours_are_answered_and_nothing_is_left() -> None:
         wait_until(lambda: server.get("/load").json() == {"server_load": 0}, "all have ended")
 
 
-def test_a_body_in_chunks_of_one_byte_is_taken() -> None:
+def test_a_body_in_chunks_of_one_byte_is_accepted() -> None:
     body = b'{"prompt": "' + b"a " * 2000 + b'", "max_tokens": 1}'
     pieces = (body[start : start + 1] for start in range(len(body)))
     headers = {"content-type": "application/json"}

@@ -1,4 +1,4 @@
-"""A cluster with a real Ray on this machine, and a server of one machine beside it."""
+"""A cluster with a real Ray on this machine, and a single-machine server to compare it with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.integration.cluster.asking import MODEL
 from tests.support.server import POOL, SHARED_SERVERS, ServerProcess
 
 CLUSTER = ("--replicas", "2", "--frontends", "2", "--mm-processor-cache-gb", "0.5")
-# Files above this size are encoded apart.
+# Files above this size are encoded by the remote encoder.
 APART_BYTES = 2**17
 ENCODERS = ("--encoders", "1", "--encode-above", str(APART_BYTES))
 

@@ -76,7 +76,7 @@ def _grow(early: dict[str, float], late: dict[str, float], name: str) -> float:
 
 
 def _wait_until_idle(server: ServerProcess) -> None:
-    """Wait until the requests of clients that left have ended, too."""
+    """Wait until all requests have ended, also those of clients that left."""
     deadline = time.monotonic() + _WAIT_S
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     while any((found := server.get_metrics())[name] for name in names):
@@ -110,13 +110,13 @@ def _get_route(path: str) -> str:
 
 
 # The others are those of metrics, resets and live sessions, which have tests of their own here, and
-# `/load`, which says what goes on at the moment.
+# `/load`, which says what runs at the moment.
 _COMPARED_ROUTES = {route.path for route in ROUTES} | {"/openapi.json"}
 _COMPARED_ROUTES -= {"/metrics", "/load", SESSION_PATH}
 _COMPARED_ROUTES -= {path for path in _COMPARED_ROUTES if path.startswith("/reset_")}
 
 
-def test_the_whole_cluster_perceives_a_picture_once(cluster: ServerProcess) -> None:
+def test_the_whole_cluster_processes_and_encodes_a_picture_once(cluster: ServerProcess) -> None:
     cluster.reset_caches()
     before = cluster.get_metrics()
     with ThreadPoolExecutor(4) as threads:
@@ -127,7 +127,7 @@ def test_the_whole_cluster_perceives_a_picture_once(cluster: ServerProcess) -> N
     assert _grow(before, after, 'sensorium:encoder_items_total{how="encoded"}') == 1
 
 
-def test_no_file_is_sent_to_an_engine_that_knows_it(cluster: ServerProcess) -> None:
+def test_no_file_is_sent_to_an_engine_that_has_it(cluster: ServerProcess) -> None:
     """A file above 64 KiB crosses by the object store once; a reset is noticed and healed."""
     cluster.reset_caches()
     data = make_file(5, "BMP", size=200)
@@ -142,7 +142,7 @@ def test_no_file_is_sent_to_an_engine_that_knows_it(cluster: ServerProcess) -> N
     assert _grow(before, after, 'sensorium:scale_retries_total{reason="missing"}') == 1
 
 
-def test_large_media_is_encoded_apart_and_small_media_in_the_engines(
+def test_large_media_is_encoded_remotely_and_small_media_in_the_engines(
     single: ServerProcess, cluster: ServerProcess
 ) -> None:
     """Equal items go to the encoder once, and the engines' own encoders see only the small one."""
@@ -162,8 +162,8 @@ def test_large_media_is_encoded_apart_and_small_media_in_the_engines(
 
 
 @pytest.mark.parametrize("sample", ["shapes.png", "question.flac", "moving.mp4"])
-def test_media_that_is_only_named_is_found_again(cluster: ServerProcess, sample: str) -> None:
-    """Whichever frontend has the request, it goes to the engine that knows the uuid."""
+def test_media_sent_by_uuid_alone_is_found_again(cluster: ServerProcess, sample: str) -> None:
+    """Whichever frontend has the request, it is routed to the engine that has the uuid."""
     part = make_part(sample, uuid=f"our {sample}")
     first = cluster.post("/v1/chat/completions", make_chat([part], **_FIELDS))
     first.raise_for_status()

@@ -82,7 +82,7 @@ def test_small_frames_without_end_are_closed_with_their_code(
     ("given", "is_kept"),
     [(b"mine-1", True), (b"a" * 200, False), (b"\xff\xfe", False), (b"a\tb", False)],
 )
-def test_the_id_of_a_request_is_that_of_its_client_if_it_is_sane(
+def test_a_clients_request_id_is_kept_if_it_is_valid(
     cluster: ServerProcess, given: bytes, is_kept: bool
 ) -> None:
     headers = [(b"x-request-id", given)]

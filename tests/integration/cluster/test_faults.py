@@ -122,7 +122,7 @@ def _retries(server: ServerProcess) -> float:
     "word",
     [pytest.param(_ENGINE, id="engine"), pytest.param(_CORE, id="core", marks=pytest.mark.slow)],
 )
-def test_an_engine_that_is_killed_costs_no_right_answer(cluster: ServerProcess, word: str) -> None:
+def test_requests_of_a_killed_engine_are_run_elsewhere(cluster: ServerProcess, word: str) -> None:
     """Requests that the client has nothing of yet are run elsewhere."""
     expected = _get_expected(cluster)
     before = _retries(cluster)
@@ -195,7 +195,7 @@ def test_engines_encode_by_themselves_while_the_encoder_is_gone(cluster: ServerP
 
 
 @pytest.mark.slow
-def test_the_controller_that_is_killed_interrupts_nothing(cluster: ServerProcess) -> None:
+def test_a_killed_controller_interrupts_nothing(cluster: ServerProcess) -> None:
     expected = _get_expected(cluster)
     (pid,) = _find(cluster, _CONTROLLER)
     outcomes = _load(cluster, 40, strike_at=12, strike=lambda: kill(pid))

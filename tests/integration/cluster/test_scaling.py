@@ -100,7 +100,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def _deploy(nodes: Nodes, *flags: str) -> ServerProcess:
-    """Deploy the embedded model. The application goes on when the command has ended."""
+    """Deploy the embedded model. The application outlives the command."""
     flags = ("--ray-address", nodes.address, *_FLAGS, *flags)
     server = ServerProcess(MODEL, *flags, command="deploy", is_cold=True, **_LOCAL)
     server.wait_until_ready()

@@ -1,4 +1,4 @@
-"""Sounds that go on, in a cluster: each stays on its engine, written down as by one server."""
+"""Streaming audio in a cluster: each session stays on its engine, with one server's transcript."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def streaming(model: str) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_sessions_are_written_down_as_by_one_server(model: str, streaming: ServerProcess) -> None:
+def test_sessions_are_transcribed_as_by_one_server(model: str, streaming: ServerProcess) -> None:
     audios = [make_tones(seed, seconds) for seed, seconds in enumerate(LENGTHS_S[:5])]
     with serve(model, *_FLAGS) as single:
         expected = [talk(single, each, d) for each, d in zip(audios, DELAYS, strict=False)]
@@ -50,7 +50,7 @@ def test_sessions_are_written_down_as_by_one_server(model: str, streaming: Serve
     wait_until_idle(streaming)
 
 
-def test_a_session_goes_on_after_its_engine_was_killed(streaming: ServerProcess) -> None:
+def test_a_session_continues_after_its_engine_was_killed(streaming: ServerProcess) -> None:
     audio = make_tones(3, 2.0)
     expected = talk(streaming, audio, None)
     with begin(streaming) as talker:

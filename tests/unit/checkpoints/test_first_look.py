@@ -63,7 +63,7 @@ def test_a_hub_id_may_not_be_here_yet(name: str) -> None:
         ("model-Q4.gguf", "is a GGUF file"),
     ],
 )
-def test_a_name_that_can_be_none_is_refused(name: str, message: str) -> None:
+def test_a_name_that_can_not_be_a_model_is_refused(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         find_directory(name)
 

@@ -52,7 +52,7 @@ def test_media_is_drawn_in_its_colors(monkeypatch: pytest.MonkeyPatch) -> None:
             screen.show_media(item)
     drawn = file.getvalue()
     assert "38;2;230;26;31;48;2;230;26;31m▀" in drawn  # inside the red circle
-    assert "█" in drawn  # the loudest moment of a sound
+    assert "█" in drawn  # the loudest moment of the audio
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_nothing_is_drawn_where_it_could_not_be_seen(
         ({}, False, "blue\n"),
     ],
 )
-def test_who_wants_no_color_gets_none(
+def test_color_can_be_switched_off(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     variables: dict[str, str],
@@ -103,7 +103,7 @@ def test_pieces_of_an_answer_stay_in_their_line(
     assert capsys.readouterr().out == "A [red] circle."
 
 
-def test_the_trace_is_told_in_words() -> None:
+def test_the_trace_is_printed_in_words() -> None:
     item = {"modality": "image", "processor": "miss", "encoder": "miss", "ms": {"decode": 2.4}}
     trace = {"items": [item], "ms": {"encode": 30.2}, "num_prompt_tokens": 80}
     assert describe_trace({**trace, "num_cached_tokens": 0}) == (
@@ -118,7 +118,7 @@ def test_the_trace_is_told_in_words() -> None:
 
 
 class PartialClient:
-    """Of a model that takes some media only."""
+    """A client of a model that takes some media only."""
 
     def __init__(self, *modalities: str) -> None:
         self.modalities = modalities
@@ -150,7 +150,7 @@ def test_a_model_that_takes_nothing_is_an_error() -> None:
 
 
 @pytest.mark.processes
-def test_the_server_ends_with_who_started_it() -> None:
+def test_the_server_ends_with_the_process_that_started_it() -> None:
     program = (
         "import signal, sensorium.cli; sensorium.cli.main = signal.pause\n"
         "from sensorium.cli.demo_server import serve_while_wanted; serve_while_wanted()"
@@ -165,7 +165,7 @@ def test_the_server_ends_with_who_started_it() -> None:
 
 
 @pytest.mark.processes
-def test_a_server_that_can_not_start_is_told_in_its_words() -> None:
+def test_the_error_of_a_server_that_can_not_start_is_printed() -> None:
     with (
         DemoServer("") as server,
         pytest.raises(DemoFailedError, match="the name of the model is empty"),
@@ -173,7 +173,7 @@ def test_a_server_that_can_not_start_is_told_in_its_words() -> None:
         server.wait_until_ready()
 
 
-def test_a_server_that_does_not_answer_is_told() -> None:
+def test_a_server_that_does_not_answer_is_named() -> None:
     with DemoClient("http://127.0.0.1:9") as client, pytest.raises(DemoFailedError) as caught:
         client.ask((), "hello", on_text=print)
     assert str(caught.value).startswith("the server does not answer: ")

@@ -100,7 +100,7 @@ class SlowRay:
         )
 
 
-def test_a_ray_that_starts_too_slowly_is_told_with_the_cure() -> None:
+def test_a_ray_that_starts_too_slowly_is_reported_with_the_remedy() -> None:
     with pytest.raises(ModelError) as caught:
         _connect(SlowRay(), ScaleOptions())
     words = str(caught.value)

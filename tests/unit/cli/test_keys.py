@@ -109,7 +109,7 @@ def test_only_ends_of_lines_separate_keys(tmp_path: Path) -> None:
     assert take_keys((), str(path), []) == ("one", "two three", "four")
 
 
-def test_a_file_that_everybody_may_read_is_told(tmp_path: Path) -> None:
+def test_a_key_file_that_all_users_may_read_is_warned_of(tmp_path: Path) -> None:
     notes: list[str] = []
     assert take_keys((), write(tmp_path / "own", "secret", 0o640), notes) == ("secret",)
     assert notes == []

@@ -61,7 +61,7 @@ def test_several_frontends_need_no_shared_memory(monkeypatch: pytest.MonkeyPatch
         (["m", "--allowed-local-media-path", "/nowhere"], "'/nowhere' is not a directory"),
     ],
 )
-def test_what_makes_no_sense_is_wrong_usage(
+def test_senseless_flags_are_wrong_usage(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],

@@ -56,7 +56,7 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_flags_reach_perception(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     options = parse(
         monkeypatch,
         *("m", "--mm-processor-cache-gb=0.5", "--mm-processor-cache-type=shm"),
@@ -125,7 +125,7 @@ def test_frontends_are_chosen_by_the_machine_if_the_user_does_not(
     assert serve.choose_frontends(num_cores, **machine | changes) == expected
 
 
-def test_a_server_beside_a_gpu_gives_free_cores_to_media(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_gpu_gives_free_cores_to_media(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_may_have_gpu", lambda _: True)
     monkeypatch.setattr(serve, "get_free_system_bytes", lambda: 2**36)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
@@ -186,7 +186,7 @@ def test_the_pool_is_a_part_of_the_cores_divided_among_frontends_and_two_at_leas
         (["m", "--log-level", "loud"], "invalid choice: 'loud'"),
     ],
 )
-def test_what_makes_no_sense_is_wrong_usage_before_anything_starts(
+def test_senseless_flags_are_wrong_usage_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     words: list[str],

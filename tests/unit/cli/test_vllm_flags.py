@@ -36,7 +36,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, *words: str) -> argparse.Namespace:
 
 
 def write(flag: ForeignFlag, value: str, *, name: str = "") -> list[str]:
-    """The words of the command line that give this value to the flag."""
+    """Return the words of a command line that give this value to the flag."""
     if flag.metavar:
         return [name or flag.name, value]
     return [flag.name if value == ON else f"--no-{flag.name[2:]}"]
@@ -240,7 +240,7 @@ KNOWN = [
         ("--max-seqs-num", "--max-num-seqs"),
     ],
 )
-def test_a_near_flag_is_named(word: str, flag: str) -> None:
+def test_the_most_similar_flag_is_named(word: str, flag: str) -> None:
     assert cli.hint_at_flag(word, KNOWN) == f" (did you mean {flag}?)"
 
 
@@ -255,7 +255,7 @@ def test_a_flag_that_is_far_from_all_gets_no_hint(word: str) -> None:
     assert cli.hint_at_flag(word, KNOWN) == ""
 
 
-def test_a_part_of_a_json_object_is_told_to_be_written_as_one() -> None:
+def test_a_dotted_flag_is_refused_with_its_json_form() -> None:
     hint = cli.hint_at_flag("--limit-mm-per-prompt.image", KNOWN)
     assert hint == " (write --limit-mm-per-prompt with a JSON object)"
 

@@ -1,4 +1,4 @@
-"""A model may be left out: which words are it, and which are for it."""
+"""Which words of a command line are the model, and which are its prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_word_is_a_question_if_it_can_be_no_model(
     assert split_question(words) == (model, question, [])
 
 
-def test_a_model_that_is_given_by_its_flag_is_none_of_the_words() -> None:
+def test_a_model_given_by_its_flag_takes_no_word() -> None:
     assert split_question([], "owner/name") == ("owner/name", None, [])
     assert split_question(["Hello"], "owner/name") == ("owner/name", "Hello", [])
     assert split_question(["Hello", "you"], "owner/name") == ("owner/name", "Hello", ["you"])

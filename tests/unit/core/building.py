@@ -1,4 +1,4 @@
-"""Schedulers in one line, and what a step gave to whom."""
+"""Makes schedulers in one line, and reads what a step has scheduled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens(max_tokens: int) -> SamplingParams:
 
 
 def get_windows(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-    """The tokens `[start, end)` that each request was given."""
+    """Return the tokens `[start, end)` that each request was given."""
     return {
         s.request_id: (s.num_computed_tokens, s.num_computed_tokens + s.num_new_tokens)
         for s in output.scheduled
@@ -50,7 +50,7 @@ def get_windows(output: SchedulerOutput) -> dict[str, tuple[int, int]]:
 
 
 def run(driver: SchedulerDriver, num_steps: int = 1) -> list[dict[str, tuple[int, int]]]:
-    """Run steps; the windows of each."""
+    """Run steps, and return the windows of each."""
     windows = []
     for _ in range(num_steps):
         output = driver.schedule()

@@ -140,7 +140,7 @@ def test_spans_are_what_the_limits_ask_for() -> None:
 
 
 @pytest.mark.parametrize("disable_chunked_mm_input", [False, True])
-def test_items_that_would_be_seen_as_one_are_refused(disable_chunked_mm_input: bool) -> None:
+def test_adjacent_items_that_would_merge_are_refused(disable_chunked_mm_input: bool) -> None:
     limits = replace(
         LIMITS,
         bidirectional_modalities=frozenset({"image"}),
@@ -152,7 +152,7 @@ def test_items_that_would_be_seen_as_one_are_refused(disable_chunked_mm_input: b
     assert refused.value.path == ("prompt",)
 
 
-def test_items_may_touch_where_nothing_but_their_place_tells_them_apart() -> None:
+def test_items_may_touch_where_only_their_position_distinguishes_them() -> None:
     limits = replace(LIMITS, disable_chunked_mm_input=True)
     touching = make(9, PlaceholderRange(0, 2), PlaceholderRange(2, 2)).mm_features
     assert get_unsplittable_spans(touching, limits) == ((0, 2), (2, 4))

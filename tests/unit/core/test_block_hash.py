@@ -34,7 +34,7 @@ def make_request(
     return Request(core_request, rank=(0, 0), block_size=4)
 
 
-def test_salt_and_adapter_are_told_apart() -> None:
+def test_salt_and_adapter_are_distinguished() -> None:
     roots = {
         hash_root(lora_id, salt)
         for lora_id in (None, "", "a", "ab")
@@ -43,7 +43,7 @@ def test_salt_and_adapter_are_told_apart() -> None:
     assert len(roots) == 20
 
 
-def test_salt_with_a_lone_surrogate_has_a_name_too() -> None:
+def test_a_salt_with_a_lone_surrogate_has_a_hash() -> None:
     lone = hash_root(None, "\ud800")
     assert lone != hash_root(None, "\ud801")
 
@@ -76,13 +76,13 @@ def test_different_content_has_different_names(
     assert hash_block(ROOT, token_ids, mm_items) != hash_block(ROOT, [1, 2], [])
 
 
-def test_items_are_framed() -> None:
+def test_hashes_of_several_items_are_unambiguous() -> None:
     together = hash_block(ROOT, [1], [("ab", 0)])
     assert together != hash_block(ROOT, [1], [("a", 0), ("b", 0)])
     assert hash_block(ROOT, [1], [("a", 0)]) != hash_block(ROOT, [1, 0], [])
 
 
-def test_requests_with_the_same_beginning_share_names_up_to_the_difference() -> None:
+def test_requests_with_the_same_prefix_share_hashes_up_to_the_difference() -> None:
     one = make_request((1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3))
     two = make_request((1, 1, 1, 1, 2, 2, 2, 7, 3, 3, 3, 3))
     assert one.block_hash(0) == two.block_hash(0)
@@ -104,7 +104,7 @@ def test_item_at_another_place_gives_another_name() -> None:
     assert len(names) == 3
 
 
-def test_item_that_begins_behind_the_block_leaves_its_name_alone() -> None:
+def test_an_item_after_the_block_does_not_change_its_hash() -> None:
     tokens = (1, 1, 1, 1, 9, 9, 9, 9)
     plain, with_item = make_request(tokens), make_request(tokens, ("a", 4, 4))
     assert plain.block_hash(0) == with_item.block_hash(0)

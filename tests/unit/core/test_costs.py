@@ -1,4 +1,4 @@
-"""What a step costs does not grow with what a request has behind or before it."""
+"""The cost of a step does not grow with what a request has computed or still needs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_nothing_is_searched_when_no_tokens_are_left(monkeypatch: pytest.MonkeyP
 
 
 def test_search_for_a_prefix_passes_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although every border between two blocks lies inside a span."""
+    """Every border between two blocks lies inside a span here."""
     num_blocks = 200
     cache = make_driver(block_size=4, num_blocks=2 * num_blocks).kv_cache
     prompt = (1,) * (4 * num_blocks)

@@ -22,7 +22,7 @@ def test_only_what_is_looked_up_is_a_query(changes: dict[str, bool], num_queries
     assert driver.scheduler.counters.num_prefix_queries == num_queries
 
 
-def test_news_that_a_stop_string_may_end_says_what_the_last_one_would() -> None:
+def test_outputs_that_a_stop_string_may_end_carry_the_times_of_a_last_one() -> None:
     scheduler = make_driver().scheduler
     params = {"plain": tokens(3), "stop": SamplingParams(max_tokens=3, stop="x", ignore_eos=True)}
     for name, each in params.items():

@@ -72,7 +72,7 @@ def test_freeing_what_is_not_held_does_nothing() -> None:
     assert cache.has_reference(request, 0)
 
 
-def test_questions_evict_nothing() -> None:
+def test_queries_evict_nothing() -> None:
     cache = EncoderCacheManager(6)
     request = make("r", "six", "three")
     compute(cache, request)

@@ -163,7 +163,7 @@ def test_pool_without_a_usable_block_is_our_bug() -> None:
         BlockPool(1)
 
 
-def test_block_that_nobody_holds_gets_no_name() -> None:
+def test_a_block_without_a_holder_gets_no_name() -> None:
     with pytest.raises(InvariantError):
         BlockPool(3).register(1, b"name")
 
@@ -179,7 +179,7 @@ def test_twin_of_a_named_block_stays_without_a_name() -> None:
     assert pool.statistics().num_evictions == 0
 
 
-def test_what_is_set_aside_leaves_room_for_another_request() -> None:
+def test_reserved_blocks_leave_room_for_another_request() -> None:
     """Without that, a request that finds no room is preempted again and again."""
     cache = make_cache(8, num_blocks=21)
     cache.reserve(make("first", 2), max_model_len=100, max_new_tokens=8)  # 7 blocks of 20

@@ -31,7 +31,7 @@ def add(
     max_tokens: int = 1,
     group: str | None = None,
 ) -> None:
-    """Add a request that shares its beginning with no other."""
+    """Add a request that shares its prefix with no other."""
     request = make_request(
         name,
         (1,) * num_tokens,
@@ -47,7 +47,7 @@ def count_new(windows: dict[str, tuple[int, int]], name: str) -> int:
     return end - start
 
 
-def test_a_newcomer_is_not_behind_a_whole_prompt() -> None:
+def test_a_new_request_does_not_wait_for_a_whole_long_prompt() -> None:
     driver = make()
     add(driver, "long", 80)
     run(driver, 2)
@@ -58,7 +58,7 @@ def test_a_newcomer_is_not_behind_a_whole_prompt() -> None:
     ]
 
 
-def test_a_newcomer_is_not_behind_all_the_long_prompts_that_wait() -> None:
+def test_a_new_request_does_not_wait_for_queued_long_prompts() -> None:
     driver = make()
     for index in range(20):
         add(driver, f"long {index}", 80)
@@ -79,7 +79,7 @@ def test_long_prompts_of_one_length_are_computed_one_after_the_other() -> None:
     ]
 
 
-def test_decoding_alone_takes_nothing_from_a_long_prompt_without_a_pause() -> None:
+def test_without_a_pause_decoding_takes_nothing_from_a_long_prompt() -> None:
     driver = make()
     add(driver, "reader", 1, max_tokens=50)
     run(driver)
@@ -97,14 +97,14 @@ def test_a_long_prompt_pauses_while_others_decode() -> None:
     assert all("reader" in windows for windows in steps)
 
 
-def test_a_long_prompt_that_is_alone_does_not_pause_and_has_more_from_step_to_step() -> None:
+def test_a_single_long_prompt_does_not_pause_and_its_pieces_grow() -> None:
     driver = make(pause=3)
     add(driver, "long", 30)
     steps = run(driver, 6)
     assert [count_new(windows, "long") for windows in steps] == [1, 2, 4, 8, 8, 7]
 
 
-def test_who_comes_again_finds_a_small_piece_under_way() -> None:
+def test_frequent_new_requests_find_a_small_piece_under_way() -> None:
     driver = make(pause=3)
     add(driver, "long", 200)
     run(driver, 8)
@@ -115,7 +115,7 @@ def test_who_comes_again_finds_a_small_piece_under_way() -> None:
         assert [count_new(windows, "long") for windows in run(driver, 2)] == [1, 2]
 
 
-def test_a_newcomer_finds_a_pause() -> None:
+def test_a_new_request_runs_in_a_pause_of_the_long_prompt() -> None:
     driver = make(pause=3)
     add(driver, "long", 80)
     run(driver, 4)
@@ -123,7 +123,7 @@ def test_a_newcomer_finds_a_pause() -> None:
     assert run(driver, 3) == [{"short": (0, 4)}, {"short": (4, 5)}, {"long": (15, 16)}]
 
 
-def test_the_next_long_prompt_pauses_too() -> None:
+def test_the_next_long_prompt_also_pauses() -> None:
     driver = make(pause=3)
     add(driver, "first", 15)
     add(driver, "second", 15)
@@ -134,7 +134,7 @@ def test_the_next_long_prompt_pauses_too() -> None:
     assert names == [{"short"}, {"short"}, {"short"}, {"second"}]
 
 
-def test_one_that_is_half_as_long_goes_on_in_turns_with_the_first() -> None:
+def test_a_prompt_half_as_long_takes_turns_with_the_first() -> None:
     driver = make()
     add(driver, "a", 80)
     run(driver)
@@ -151,7 +151,7 @@ def test_one_that_is_half_as_long_goes_on_in_turns_with_the_first() -> None:
     ]
 
 
-def test_one_that_is_almost_as_long_waits_for_the_first() -> None:
+def test_a_prompt_almost_as_long_waits_for_the_first() -> None:
     driver = make()
     add(driver, "a", 40)
     run(driver)
@@ -213,8 +213,8 @@ def test_a_step_is_not_left_empty_for_a_pause() -> None:
     driver.drain()
 
 
-def test_encoders_rest_although_the_next_token_of_an_answer_is_not_known_yet() -> None:
-    """A step under way is waited for: it is no reason to encode, nor is a long prompt."""
+def test_encoders_rest_while_a_token_is_still_being_computed() -> None:
+    """Neither a step under way nor a long prompt is a reason to encode."""
     driver = make(pause=1, is_ahead=True, max_num_encoder_embeds=1)
     params = SamplingParams(max_tokens=60, ignore_eos=True, presence_penalty=0.5)
     driver.add(make_request("reader", (1,), sampling_params=params))
@@ -227,7 +227,7 @@ def test_encoders_rest_although_the_next_token_of_an_answer_is_not_known_yet() -
 
 
 @pytest.mark.parametrize("pause", [0, 3])
-def test_a_long_prompt_is_not_behind_all_of_a_call_that_has_its_share_of_seats(pause: int) -> None:
+def test_a_long_prompt_does_not_wait_for_a_call_that_has_its_share_of_seats(pause: int) -> None:
     driver = make(pause=pause, max_num_seqs=4)
     for index in range(20):
         add(driver, f"many {index}", 6, max_tokens=100, group="many")
@@ -241,7 +241,7 @@ def test_a_long_prompt_is_not_behind_all_of_a_call_that_has_its_share_of_seats(p
 
 @pytest.mark.parametrize("pause", [0, 3])
 @pytest.mark.parametrize("num_before", range(4))
-def test_a_long_prompt_is_not_behind_all_the_long_prompts_of_another_call(
+def test_a_long_prompt_does_not_wait_for_all_long_prompts_of_another_call(
     num_before: int, pause: int
 ) -> None:
     """They are shorter, but as soon as one of them has ended it is this one's turn."""
@@ -284,7 +284,7 @@ def test_a_long_prompt_does_not_take_a_seat_that_was_made_free_for_another(num_s
 
 
 def test_a_long_prompt_that_finds_no_seat_takes_no_turn_from_those_that_run() -> None:
-    """It would have every turn: its call waits for newcomers, who always take the last seat."""
+    """Else "many 2" would have every turn, as a new request always takes the last seat."""
     driver = make(max_num_seqs=4)
     for index in range(2):
         add(driver, f"many {index}", 1, max_tokens=100, group="many")

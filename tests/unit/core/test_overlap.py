@@ -15,7 +15,7 @@ def answer(output: SchedulerOutput, token_id: int = 1) -> ModelRunnerOutput:
     return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
 
 
-def test_a_request_decodes_in_steps_whose_last_token_nobody_has_read() -> None:
+def test_a_request_decodes_before_its_last_token_was_read() -> None:
     scheduler = make_driver().scheduler
     scheduler.add_request(make_request("r", (1, 1, 1), sampling_params=tokens(4)))
     plans = [scheduler.schedule(), scheduler.schedule()]
@@ -29,7 +29,7 @@ def test_a_request_decodes_in_steps_whose_last_token_nobody_has_read() -> None:
     assert scheduler.requests["r"].token_ids == [1, 1, 1, 5, 6]
 
 
-def test_a_token_behind_the_end_is_dropped_and_leaves_nothing() -> None:
+def test_a_token_after_the_end_is_dropped_and_leaves_nothing() -> None:
     driver = make_driver(block_size=2)
     scheduler, kv_cache = driver.scheduler, driver.kv_cache
     scheduler.add_request(make_request("r", (1, 1, 1), sampling_params=SamplingParams()))
@@ -45,14 +45,14 @@ def test_a_token_behind_the_end_is_dropped_and_leaves_nothing() -> None:
     assert get_windows(scheduler.schedule()) == {"again": (2, 5)}
 
 
-def test_no_step_is_planned_behind_the_last_token() -> None:
+def test_no_step_is_planned_after_the_last_token() -> None:
     scheduler = make_driver().scheduler
     scheduler.add_request(make_request("r", (1, 1), sampling_params=tokens(2)))
     plans = [scheduler.schedule(), scheduler.schedule(), scheduler.schedule()]
     assert [get_windows(plan) for plan in plans] == [{"r": (0, 2)}, {"r": (2, 3)}, {}]
 
 
-def test_a_request_whose_tokens_must_be_read_takes_every_second_step() -> None:
+def test_a_request_that_needs_its_tokens_read_runs_every_second_step() -> None:
     scheduler = make_driver().scheduler
     penalised = SamplingParams(max_tokens=9, ignore_eos=True, presence_penalty=0.5)
     scheduler.add_request(make_request("penalised", (1,), sampling_params=penalised))

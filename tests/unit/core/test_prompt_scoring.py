@@ -11,7 +11,7 @@ from .building import make_driver, run, tokens
 SCORED = replace(tokens(4), prompt_logprobs=1)
 
 
-def test_it_takes_nothing_from_the_prefix_cache_that_it_must_compute() -> None:
+def test_scored_prompt_tokens_are_not_taken_from_the_prefix_cache() -> None:
     driver = make_driver()
     driver.add(make_request("first", (1,) * 6, sampling_params=tokens(1)))
     run(driver)
@@ -21,7 +21,7 @@ def test_it_takes_nothing_from_the_prefix_cache_that_it_must_compute() -> None:
     assert windows == {"plain": (5, 6), "scored": (0, 6)}
 
 
-def test_what_it_computes_is_there_for_others() -> None:
+def test_blocks_of_a_scored_prompt_are_cached_for_others() -> None:
     driver = make_driver()
     driver.add(make_request("scored", (1,) * 6, sampling_params=SCORED))
     run(driver)
@@ -29,7 +29,7 @@ def test_what_it_computes_is_there_for_others() -> None:
     assert run(driver)[0]["plain"] == (5, 6)
 
 
-def test_chunks_are_told_as_they_come() -> None:
+def test_scored_chunks_are_reported_as_they_are_computed() -> None:
     driver = make_driver(max_num_batched_tokens=4)
     driver.add(make_request("r", (1,) * 10, sampling_params=SCORED))
     counts = []
@@ -39,7 +39,7 @@ def test_chunks_are_told_as_they_come() -> None:
     assert counts == [4, 8, 9]
 
 
-def test_after_a_preemption_it_goes_on_where_it_was() -> None:
+def test_after_a_preemption_scoring_continues_where_it_was() -> None:
     driver = make_driver(num_blocks=17, max_num_batched_tokens=6)
     driver.add(make_request("first", (1,) * 2, sampling_params=tokens(14)))
     driver.add(make_request("scored", (2,) * 12, sampling_params=SCORED))

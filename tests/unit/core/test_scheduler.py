@@ -17,7 +17,7 @@ def test_long_prompt_is_computed_in_chunks_and_sampled_at_its_end() -> None:
     assert not driver.open
 
 
-def test_decoding_goes_on_beside_the_prefill_of_another() -> None:
+def test_decoding_continues_during_the_prefill_of_another_request() -> None:
     driver = make_driver(max_num_batched_tokens=4)
     driver.add(make_request("old", (1,) * 3, sampling_params=tokens(9)))
     run(driver)
@@ -40,7 +40,7 @@ def test_no_more_requests_run_than_there_are_seats() -> None:
     ]
 
 
-def test_lower_priority_value_runs_first_and_then_who_came_first() -> None:
+def test_lower_priority_values_run_first_then_earlier_arrivals() -> None:
     driver = make_driver(policy="priority", max_num_seqs=1)
     for name, priority in [("late", 2), ("first", 0), ("middle", 1), ("second", 0)]:
         driver.add(make_request(name, (1,), priority=priority, sampling_params=tokens(1)))
@@ -105,7 +105,7 @@ def test_preempted_request_comes_back_with_the_tokens_it_had_made() -> None:
     driver.drain()
 
 
-def test_preempted_request_finds_its_blocks_again_if_nobody_took_them() -> None:
+def test_preempted_request_finds_its_blocks_again_if_they_were_not_taken() -> None:
     driver = make_driver(num_blocks=10)
     driver.add(make_request("old", (1,) * 3, sampling_params=tokens(4)))
     driver.add(make_request("young", (2,) * 4, sampling_params=tokens(4)))
@@ -144,7 +144,7 @@ def test_last_in_the_order_is_preempted_first() -> None:
     driver.drain()
 
 
-def test_abort_gives_everything_back_and_tells_once() -> None:
+def test_abort_frees_everything_and_is_reported_once() -> None:
     driver = make_driver()
     driver.add(make_request("r", "three", (1,)))
     run(driver)
@@ -156,7 +156,7 @@ def test_abort_gives_everything_back_and_tells_once() -> None:
     assert driver.scheduler.schedule().stopped_request_ids == ("r",)
 
 
-def test_abort_of_a_waiting_request_is_no_news_for_the_worker() -> None:
+def test_abort_of_a_waiting_request_is_not_sent_to_the_worker() -> None:
     driver = make_driver()
     driver.add(make_request("r", (1,)))
     driver.abort("r")
@@ -222,7 +222,7 @@ def test_broken_step_ends_its_requests_and_no_others() -> None:
     assert get_windows(driver.scheduler.schedule()) == {"waiting": (0, 2)}
 
 
-def test_after_a_broken_step_the_worker_is_told_again_what_to_drop() -> None:
+def test_after_a_broken_step_the_worker_gets_the_drops_again() -> None:
     driver = make_driver(encoder_cache_size=3)
     driver.add(make_request("a", "three", sampling_params=tokens(1)))
     run(driver)
@@ -236,7 +236,7 @@ def test_after_a_broken_step_the_worker_is_told_again_what_to_drop() -> None:
     assert again.freed_encoder_keys == ("three", "two")
 
 
-def test_request_that_the_worker_left_out_ends_alone() -> None:
+def test_a_request_that_the_worker_left_out_ends_without_others() -> None:
     driver = make_driver()
     for name in "ab":
         driver.add(make_request(name, (1,) * 2, cache_salt=name, sampling_params=tokens(1)))
@@ -254,7 +254,7 @@ def test_request_that_the_worker_left_out_ends_alone() -> None:
     assert driver.kv_cache.statistics()[0].num_cached == 2
 
 
-def test_request_does_not_inherit_the_wait_of_one_with_its_id() -> None:
+def test_a_request_does_not_inherit_the_waiting_time_of_an_earlier_one_with_its_id() -> None:
     driver = make_driver(num_blocks=20, max_num_batched_tokens=30)
     driver.add(make_request("reader", (1,) * 8, sampling_params=tokens(9)))
     driver.step()

@@ -11,7 +11,7 @@ from .building import get_windows, make_driver, run, tokens
 
 
 def get_encoded(output: SchedulerOutput) -> dict[str, list[str]]:
-    """The keys that each request has encoded in the step."""
+    """Return the keys that each request encodes in the step."""
     return {
         s.request_id: [encoder_input.key for encoder_input in s.encoder_inputs]
         for s in output.scheduled
@@ -105,8 +105,8 @@ def test_items_that_fill_the_cache_follow_each_other() -> None:
     assert run(driver, 3) == [{"r": (0, 6)}, {"r": (6, 11)}, {"r": (11, 17)}]
 
 
-def test_entry_that_is_shared_is_not_evicted_for_one_that_is_encoded_beside_it() -> None:
-    """The second "nine" is still there, but with "framed" beside it there is no room for both."""
+def test_a_shared_entry_is_not_evicted_for_an_item_of_the_same_step() -> None:
+    """The second "nine" is still cached, but there is no room for it and "framed" together."""
     driver = make_driver(encoder_cache_size=9, max_num_batched_tokens=5)
     driver.add(make_request("r", "nine", "framed", "nine", sampling_params=tokens(1)))
     assert run(driver, 5) == [
@@ -118,7 +118,7 @@ def test_entry_that_is_shared_is_not_evicted_for_one_that_is_encoded_beside_it()
     ]
 
 
-def test_who_waits_for_encoder_space_is_not_overtaken() -> None:
+def test_a_request_that_waits_for_encoder_space_is_not_overtaken() -> None:
     """Each step of the later ones would end inside an item, for ever."""
     driver = make_driver(encoder_cache_size=9, max_num_batched_tokens=7)
     params = tokens(1)
@@ -133,7 +133,7 @@ def test_who_waits_for_encoder_space_is_not_overtaken() -> None:
     assert "large" not in driver.open
 
 
-def test_failed_item_ends_those_who_need_it_and_no_others() -> None:
+def test_a_failed_item_ends_only_the_requests_that_need_it() -> None:
     driver = make_driver(max_num_batched_tokens=30)
     for name, item in [("a", "three"), ("b", "three"), ("c", "two")]:
         driver.add(make_request(name, item, (1,), cache_salt=None, sampling_params=tokens(1)))
@@ -152,7 +152,7 @@ def test_failed_item_ends_those_who_need_it_and_no_others() -> None:
     assert "three" not in driver.encoder_cache
 
 
-def test_item_whose_requests_left_during_the_step_stays_as_evictable() -> None:
+def test_an_item_without_requests_after_its_step_stays_as_evictable() -> None:
     driver = make_driver()
     driver.add(make_request("r", "three", (1,)))
     output = driver.schedule()
@@ -163,7 +163,7 @@ def test_item_whose_requests_left_during_the_step_stays_as_evictable() -> None:
     assert driver.encoder_cache.is_evictable("three")
 
 
-def test_answers_go_on_between_two_items_beyond_the_encoder_budget() -> None:
+def test_answers_continue_between_two_items_beyond_the_encoder_budget() -> None:
     driver = make_driver(max_num_encoder_embeds=3, max_num_batched_tokens=40)
     driver.add(make_request("answer", (1,), sampling_params=tokens(12)))
     run(driver)
@@ -192,7 +192,7 @@ def test_encoders_do_not_rest_while_there_is_nothing_else_to_do() -> None:
     assert encoded == [{"a": ["six"]}, {"b": ["nine"]}]
 
 
-def test_encoder_decoder_hears_everything_in_its_first_step() -> None:
+def test_encoder_decoder_encodes_all_audio_in_its_first_step() -> None:
     driver = make_driver(
         is_encoder_decoder=True, max_num_batched_tokens=2, max_num_encoder_embeds=1
     )
@@ -208,7 +208,7 @@ def test_encoder_decoder_hears_everything_in_its_first_step() -> None:
     driver.finish_step(output, token_id=1)
 
 
-def test_encoder_decoder_finds_the_keys_and_values_of_a_known_audio() -> None:
+def test_encoder_decoder_finds_the_keys_and_values_of_known_audio() -> None:
     driver = make_driver(is_encoder_decoder=True)
 
     def start(name: str, item: str, cache_salt: str | None = None) -> tuple[bool, list[str]]:
@@ -238,7 +238,7 @@ def test_encoder_decoder_finds_the_keys_and_values_of_a_known_audio() -> None:
 
 
 def test_encoder_decoder_keeps_its_audio_while_the_only_token_of_its_prompt_is_late() -> None:
-    """The worker stores the sound in every step that begins at 0, so it has to be there."""
+    """The worker stores the audio in every step that begins at 0, so it has to be there."""
     driver = make_driver(is_encoder_decoder=True, is_ahead=False)
     driver.add(make_request("r", "six", (1,), is_encoder_decoder=True))
     late = ModelRunnerOutput(
@@ -273,7 +273,7 @@ def test_span_is_not_split() -> None:
     assert run(driver, 2) == [{"r": (0, 4)}, {"r": (4, 11)}]
 
 
-def test_span_larger_than_the_budget_runs_alone() -> None:
+def test_a_span_larger_than_the_budget_has_its_own_step() -> None:
     driver = make_driver(bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=4)
     driver.add(make_request("large", "nine", (1,), sampling_params=tokens(1)))
     driver.add(make_request("other", (1,) * 2, sampling_params=tokens(1)))
@@ -292,7 +292,7 @@ def test_items_run_whole_where_chunking_is_disabled() -> None:
     assert run(driver, 2) == [{"r": (0, 5)}, {"r": (5, 6)}]
 
 
-def test_tokens_are_kept_for_a_span_that_found_too_few() -> None:
+def test_the_next_step_reserves_tokens_for_a_span_that_found_too_few() -> None:
     driver = make_driver(bidirectional_modalities=frozenset({"image"}), max_num_batched_tokens=6)
     driver.add(make_request("reader", (1,) * 2, sampling_params=tokens(20)))
     run(driver)

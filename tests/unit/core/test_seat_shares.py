@@ -16,7 +16,7 @@ def get_running(driver: SchedulerDriver) -> list[str]:
     return [request.request_id for request in driver.scheduler.running]
 
 
-def test_a_call_that_is_alone_has_all_seats() -> None:
+def test_a_single_call_has_all_seats() -> None:
     driver = make_driver(max_num_seqs=4)
     add_call(driver, "a", 9)
     run(driver)
@@ -39,7 +39,7 @@ def test_the_youngest_of_a_call_give_way_to_each_that_comes_down_to_half() -> No
     assert driver.scheduler.counters.num_preemptions == 2
 
 
-def test_what_gave_way_comes_back_when_nobody_else_waits() -> None:
+def test_preempted_requests_come_back_when_no_others_wait() -> None:
     driver = make_driver(max_num_seqs=4)
     add_call(driver, "a", 4, max_tokens=9)
     run(driver, 3)
@@ -51,7 +51,7 @@ def test_what_gave_way_comes_back_when_nobody_else_waits() -> None:
     driver.drain()
 
 
-def test_a_queue_of_one_call_holds_up_nobody_behind_it() -> None:
+def test_the_queue_of_one_call_does_not_delay_later_calls() -> None:
     driver = make_driver(max_num_seqs=4)
     add_call(driver, "a", 50)
     driver.add(make_request("x", (2,), sampling_params=tokens(50)))
@@ -68,7 +68,7 @@ def test_two_calls_share_the_seats() -> None:
     assert get_running(driver) == ["a0", "a1", "b0", "b1"]
 
 
-def test_single_requests_are_served_in_their_order_as_ever() -> None:
+def test_single_requests_are_served_in_their_order() -> None:
     driver = make_driver(max_num_seqs=2)
     for name in "abcd":
         driver.add(make_request(name, (1,), sampling_params=tokens(2)))
@@ -81,7 +81,7 @@ def get_scheduled(driver: SchedulerDriver) -> set[str]:
     return set(windows)
 
 
-def test_beside_others_a_quarter_of_the_seats_decodes_for_one_call_in_turns() -> None:
+def test_with_others_a_quarter_of_the_seats_decodes_for_one_call_in_turns() -> None:
     driver = make_driver(max_num_seqs=8, num_blocks=1001)
     add_call(driver, "a", 8)
     run(driver, 3)
@@ -93,7 +93,7 @@ def test_beside_others_a_quarter_of_the_seats_decodes_for_one_call_in_turns() ->
     driver.drain()
 
 
-def test_alone_a_call_decodes_in_all_its_seats_again() -> None:
+def test_a_call_decodes_in_all_its_seats_again_when_others_have_left() -> None:
     driver = make_driver(max_num_seqs=8, num_blocks=1001)
     add_call(driver, "a", 8)
     driver.add(make_request("x", (2,), sampling_params=tokens(4)))
@@ -101,7 +101,7 @@ def test_alone_a_call_decodes_in_all_its_seats_again() -> None:
     assert len(get_scheduled(driver)) == 8
 
 
-def test_nothing_is_taken_from_an_urgent_call_for_others() -> None:
+def test_less_urgent_requests_take_no_seats_of_an_urgent_call() -> None:
     driver = make_driver(max_num_seqs=8, num_blocks=1001, policy="priority")
     add_call(driver, "a", 8)
     run(driver, 3)

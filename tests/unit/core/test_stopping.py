@@ -38,15 +38,15 @@ def test_stop_token_counts_although_end_of_sequence_is_ignored() -> None:
     assert make(params, EOS).get_stop(max_model_len=50) == (FinishReason.STOP, EOS)
 
 
-def test_ignored_end_of_sequence_goes_on() -> None:
+def test_an_ignored_end_of_sequence_continues() -> None:
     assert make(SamplingParams(ignore_eos=True), EOS).get_stop(max_model_len=50) is None
 
 
-def test_plain_token_goes_on() -> None:
+def test_a_plain_token_continues_the_request() -> None:
     assert make(SamplingParams(), PLAIN).get_stop(max_model_len=50) is None
 
 
-def test_max_tokens_end_it_by_length() -> None:
+def test_max_tokens_ends_the_request_by_length() -> None:
     params = SamplingParams(max_tokens=2)
     assert make(params, PLAIN).get_stop(max_model_len=50) is None
     assert make(params, PLAIN, PLAIN).get_stop(max_model_len=50) == (FinishReason.LENGTH, None)
@@ -57,20 +57,20 @@ def test_stopping_goes_before_length() -> None:
     assert make(params, EOS).get_stop(max_model_len=50) == (FinishReason.STOP, None)
 
 
-def test_full_context_ends_it_by_length() -> None:
+def test_a_full_context_ends_the_request_by_length() -> None:
     params = SamplingParams(max_tokens=None)
     assert make(params, PLAIN).get_stop(max_model_len=4) is None
     assert make(params, PLAIN, PLAIN).get_stop(max_model_len=4) == (FinishReason.LENGTH, None)
 
 
-def test_nothing_stops_it_before_min_tokens() -> None:
+def test_nothing_stops_the_request_before_min_tokens() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(STOP,))
     assert make(params, EOS).get_stop(max_model_len=50) is None
     assert make(params, STOP).get_stop(max_model_len=50) is None
     assert make(params, PLAIN, EOS).get_stop(max_model_len=50) == (FinishReason.STOP, None)
 
 
-def test_full_context_ends_it_even_before_min_tokens() -> None:
+def test_a_full_context_ends_the_request_even_before_min_tokens() -> None:
     params = SamplingParams(min_tokens=5)
     assert make(params, PLAIN).get_stop(max_model_len=3) == (FinishReason.LENGTH, None)
 

@@ -16,7 +16,7 @@ from .building import LIMITS, tokens
 
 
 class Bench:
-    """A scheduler whose clock is set by hand."""
+    """A scheduler with a clock that is set by hand."""
 
     def __init__(self, *, num_blocks: int = 101, **changes: int) -> None:
         self.now = 0.0
@@ -70,7 +70,7 @@ def test_aborted_request_says_how_far_it_came() -> None:
     ]
 
 
-def test_request_of_a_broken_step_has_times_too() -> None:
+def test_a_request_of_a_broken_step_has_times() -> None:
     bench = Bench()
     bench.add(make_request("r", (1,)), at=1.0)
     bench.now = 2.0
@@ -93,7 +93,7 @@ def test_preempted_request_keeps_the_times_of_its_first_run() -> None:
     assert (times.arrived, times.scheduled, times.first_token) == (1.0, 2.0, 3.0)
 
 
-def test_encoding_is_counted_for_those_who_encoded_and_no_others() -> None:
+def test_encoding_time_is_counted_only_for_requests_that_encoded() -> None:
     bench = Bench(max_num_batched_tokens=3)
     bench.add(make_request("r", "three", "two", (1,), sampling_params=tokens(1)), at=0.0)
     bench.step(begins=1.0, ends=2.0, encode_s=0.5)
@@ -104,7 +104,7 @@ def test_encoding_is_counted_for_those_who_encoded_and_no_others() -> None:
     assert {name: t and t.encode_s for name, t in times.items()} == {"r": 0.75, "text": 0.0}
 
 
-def test_request_whose_item_failed_says_how_long_that_took() -> None:
+def test_a_request_with_a_failed_item_has_the_encoding_time() -> None:
     bench = Bench()
     bench.add(make_request("r", "three", (1,)), at=0.0)
     times = bench.step(begins=1.0, ends=2.0, encode_s=0.5, failed="three")["r"].times

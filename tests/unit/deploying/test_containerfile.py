@@ -73,7 +73,7 @@ def test_the_base_is_a_python_that_is_tested_and_the_extras_exist() -> None:
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["optional-dependencies"])
 
 
-def test_versions_come_from_the_constraints_alone() -> None:
+def test_versions_come_only_from_the_constraints() -> None:
     runs = [rest for name, rest in read_instructions() if name == "RUN"]
     installs = [
         step for run in runs for step in run.split("&&") if re.search(r"/pip\s+install", step)

@@ -132,7 +132,7 @@ def test_ray_serve_accepts_the_config() -> None:
     assert done.stdout == "sensorium.cli.deploy:build_app\n"
 
 
-def test_lines_of_the_config_that_are_switched_off_are_accepted_too() -> None:
+def test_commented_lines_of_the_config_are_also_accepted() -> None:
     off = re.compile(r"(?m)^( *)# (\w+: \S+)$")
     text, count = off.subn(r"\1\2", SERVICE["serveConfigV2"])
     assert count == 2

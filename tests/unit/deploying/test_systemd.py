@@ -30,7 +30,7 @@ def parse(variables: dict[str, str]) -> ServeOptions:
     return parse_serve(words)
 
 
-def test_the_unit_alone_serves_this_machine_only() -> None:
+def test_the_unit_without_settings_serves_this_machine_only() -> None:
     options = parse(get_defaults())
     assert (options.host, options.port) == ("127.0.0.1", 8000)
     assert options.model == "sensorium-mini"
@@ -44,7 +44,7 @@ def test_the_example_of_settings_is_accepted() -> None:
     assert str(options.media.mm_disk_cache).startswith(f"{cache}/")  # elsewhere it can't write
 
 
-def test_what_the_example_leaves_out_is_accepted_too_and_is_stronger_than_the_unit(
+def test_settings_outside_the_example_are_accepted_and_override_the_unit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lines = [line[2:] for line in EXAMPLE.read_text().splitlines() if line[:4] == "# SE"]
@@ -56,7 +56,7 @@ def test_what_the_example_leaves_out_is_accepted_too_and_is_stronger_than_the_un
     assert "SECRET" not in expand(SETTINGS["ExecStart"][0], get_defaults() | given)
 
 
-def test_a_stop_reaches_the_parent_alone_and_waits_for_requests() -> None:
+def test_a_stop_reaches_only_the_parent_and_waits_for_requests() -> None:
     assert SETTINGS["KillMode"] == ["mixed"]
     assert SETTINGS["KillSignal"] == ["SIGTERM"]
     assert int(SETTINGS["TimeoutStopSec"][0]) >= parse(get_defaults()).shutdown_timeout + 10

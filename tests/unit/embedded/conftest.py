@@ -42,7 +42,7 @@ def packed(checkpoint: Path, tmp_path: Path) -> Path:
 def packed_model(
     tiny_model: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Of a tiny model that can be loaded."""
+    """The package of a tiny model that can be loaded."""
     destination = tmp_path_factory.mktemp("packed-model") / "packed"
     pack(Path(tiny_model("qwen2_5_omni")), destination)
     return destination

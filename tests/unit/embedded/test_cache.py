@@ -60,7 +60,7 @@ def become_a_loop(folder: Path) -> None:
     "damage",
     [cut_short, flip_a_bit, lose_a_file, gain_a_file, get_a_pipe, become_a_file, become_a_loop],
 )
-def test_damage_is_found_and_made_good(
+def test_damaged_files_are_found_and_repaired(
     packed: Path, cache: Path, damage: Callable[[Path], None]
 ) -> None:
     folder = find_embedded_model(packed)
@@ -71,7 +71,7 @@ def test_damage_is_found_and_made_good(
     assert sorted(path.name for path in cache.iterdir()) == [f".{folder.name}.lock", folder.name]
 
 
-def test_a_whole_folder_is_left_alone(packed: Path, cache: Path) -> None:
+def test_a_complete_folder_is_not_touched(packed: Path, cache: Path) -> None:
     folder = find_embedded_model(packed)
     (cache / f".{folder.name}.lock").unlink()
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -166,7 +166,7 @@ def test_without_a_usable_cache_a_private_folder_is_used(
 @pytest.mark.parametrize(
     ("chosen", "home"), [("~nobody-of-this-name/x", "/root"), ("", "~"), ("", "not/absolute")]
 )
-def test_a_home_that_nobody_knows_is_not_made_here(
+def test_without_a_home_directory_the_cache_is_temporary(
     packed: Path,
     temporary: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -206,7 +206,7 @@ def test_a_folder_that_others_may_write_to_is_refused(packed: Path, temporary: P
     ("number", "message"),
     [(errno.ENOSPC, "there is no room for sensorium-mini in"), (errno.EIO, "can't be written to")],
 )
-def test_a_disk_that_takes_no_more_is_told(
+def test_a_full_disk_is_named(
     packed: Path,
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -225,7 +225,7 @@ def test_a_disk_that_takes_no_more_is_told(
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_damaged_package_is_told(packed: Path) -> None:
+def test_a_damaged_package_is_named(packed: Path) -> None:
     shard = packed / "packed-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     with pytest.raises(
@@ -246,7 +246,7 @@ def test_a_damaged_package_is_told(packed: Path) -> None:
         find_embedded_model(packed)
 
 
-def test_its_name_stands_for_it(
+def test_the_name_of_the_embedded_model_leads_to_its_folder(
     packed: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -36,7 +36,7 @@ def test_matrices_take_one_byte_a_weight(packed: Path) -> None:
     assert stored["filters.int8_scale"].shape == (8,)
 
 
-def test_whoever_reads_the_package_reads_the_weights(packed: Path) -> None:
+def test_all_packed_files_have_the_same_permissions(packed: Path) -> None:
     assert len({path.stat().st_mode for path in packed.iterdir()}) == 1
 
 
@@ -69,7 +69,7 @@ def test_large_models_are_cut_into_shards(monkeypatch: pytest.MonkeyPatch) -> No
     assert [len(shard) for shard in shards] == [2, 2, 1, 1]
 
 
-def test_what_can_not_be_shipped_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_packed_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="more than the 1000 that may be shipped"):
         pack(checkpoint, tmp_path / "packed", max_bytes=1000)
     assert not (tmp_path / "packed").exists()

@@ -37,7 +37,7 @@ def test_every_family_is_tested_and_every_tested_one_is_listed() -> None:
     assert len(KNOWN_MODELS) == len(FAMILIES)
 
 
-def test_the_list_names_exactly_the_code_that_families_have() -> None:
+def test_the_list_names_exactly_the_families_with_code_of_their_own() -> None:
     speech = {name for name, kind in OWN_MODELS.items() if kind is EncoderDecoderModel}
     ctc_transducer = {name for name, kind in OWN_MODELS.items() if kind is CtcTransducerModel}
     code = {
@@ -71,13 +71,13 @@ def test_modalities_are_those_of_the_processor(
     assert MultiModalProcessor(directory, config).modalities == listed.modalities
 
 
-def test_a_recogniser_is_described_as_one(tiny_model: Callable[[str], str]) -> None:
+def test_a_ctc_transducer_model_is_described_as_one(tiny_model: Callable[[str], str]) -> None:
     text = describe_model(LoadingOptions(model=tiny_model("parakeet_tdt")))
     assert "ParakeetForTDT" in text
     assert "besides text: audio" in text
-    assert "sounds:       16000 samples a second" in text
-    assert "context:      none: it takes nothing but sounds" in text
-    assert "transcribes, long sounds in pieces" in text
+    assert "audio:        16000 samples a second" in text
+    assert "context:      none: it takes nothing but audio" in text
+    assert "transcribes, long audio in pieces" in text
 
 
 def test_the_table_has_a_line_for_each_family() -> None:

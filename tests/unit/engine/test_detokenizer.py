@@ -27,7 +27,7 @@ def tokenizer(tiny_model: Callable[[str], str]) -> Any:
 
 
 def feed(detokenizer: Detokenizer, token_ids: list[int]) -> list[str]:
-    """The text after each token, and after the end."""
+    """Return the text after each token, and after the end."""
     pieces = [detokenizer.add(token_id) for token_id in token_ids]
     return list(accumulate([*pieces, detokenizer.finish()]))
 
@@ -89,7 +89,7 @@ class Counting:
 def test_tokens_without_text_cost_the_same_however_many_they_are(
     tokenizer: Any, silent: int
 ) -> None:
-    """Special ones, and such as no vocabulary has."""
+    """Special tokens, and ids outside of the vocabulary."""
     counting = Counting(tokenizer)
     hello, world = (tokenizer(text)["input_ids"] for text in ("a🙂", " b"))
     token_ids = [*hello[:-1], *[silent] * 1000, hello[-1], *[silent] * 1000, *world]
@@ -187,7 +187,7 @@ def test_kept_tokens_add_up_as_well(tokenizer: Any, token_ids: list[int], kept: 
         assert later.startswith(earlier)
 
 
-def test_mistrals_own_tokenizer_keeps_tokens_too(tiny_model: Callable[[str], str]) -> None:
+def test_mistrals_own_tokenizer_also_keeps_tokens(tiny_model: Callable[[str], str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model("voxtral"))
     words = tokenizer.encode("the", add_special_tokens=False)
     token_ids = [3, 9, *words, 20, *words, 4]

@@ -106,7 +106,7 @@ def test_a_request_that_the_core_takes_releases_its_items_and_ends_with_its_outp
     assert driver.outputs.request_ids == ()
 
 
-def test_an_item_that_the_core_lost_is_perceived_and_sent_again(
+def test_an_item_that_the_core_lost_is_processed_and_sent_again(
     driver: RequestDriver, sender: Sender
 ) -> None:
     delivery = driver.start(prepare(sender))

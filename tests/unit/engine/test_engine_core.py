@@ -21,7 +21,7 @@ from sensorium.types.scheduling import KVCacheGroup, ModelRunnerOutput, Schedule
 
 
 class FakeRunner:
-    """Samples token 1 for everyone. AnswerBuffer so, it refuses a request or breaks in a step."""
+    """Samples token 1 for all requests. On demand it refuses a request or fails in a step."""
 
     def __init__(self) -> None:
         self.known: set[str] = set()
@@ -128,7 +128,7 @@ def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
 
 
 def check_idle(core: EngineCore, runner: FakeRunner) -> None:
-    """Nothing is left of any request."""
+    """Check that nothing is left of any request."""
     assert not core.has_requests
     assert len(core.payloads) == 0
     assert runner.known == set()
@@ -138,7 +138,7 @@ def check_idle(core: EngineCore, runner: FakeRunner) -> None:
 
 
 def get_ends(outputs: dict[str, list[EngineCoreOutput]]) -> dict[str, FinishReason | None]:
-    """The finish reason of each request; it has exactly one, in its last output."""
+    """Return the finish reason of each request; it has exactly one, in its last output."""
     for history in outputs.values():
         assert all(output.finish_reason is None for output in history[:-1])
     return {request_id: history[-1].finish_reason for request_id, history in outputs.items()}
@@ -206,7 +206,7 @@ def test_a_request_that_the_scheduler_refuses_leaves_nothing(
     check_idle(core, runner)
 
 
-def test_a_request_whose_tensors_did_not_come_is_told_so_and_leaves_nothing(
+def test_a_request_with_missing_tensors_is_answered_and_leaves_nothing(
     core: EngineCore, runner: FakeRunner
 ) -> None:
     missing = core.add_request(make_request("a", "x", "y"), Transfer(payloads={"x": {}}))
@@ -215,7 +215,7 @@ def test_a_request_whose_tensors_did_not_come_is_told_so_and_leaves_nothing(
     check_idle(core, runner)
 
 
-def test_an_id_in_use_is_refused_and_its_owner_goes_on(
+def test_an_id_in_use_is_refused_and_its_owner_continues(
     core: EngineCore, runner: FakeRunner
 ) -> None:
     add(core, make_request("a", "x"))
@@ -244,7 +244,7 @@ def test_an_abort_ends_running_and_waiting_requests_once(
     check_idle(core, runner)
 
 
-def test_requests_that_can_never_move_are_our_bug_and_loud(
+def test_requests_that_never_run_are_an_invariant_error(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add(core, make_request("a"))

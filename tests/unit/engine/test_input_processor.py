@@ -14,6 +14,7 @@ from sensorium.multimodal.cache.interface import ItemHandle
 from sensorium.multimodal.media import MediaItem, ProcessingOptions
 from sensorium.multimodal.pipeline import CachedItem
 from sensorium.types.errors import RequestError
+from sensorium.types.model_kind import CAUSAL
 from sensorium.types.multimodal import ItemLayout
 from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBans
 from sensorium.utils.pausing import Pausing
@@ -49,7 +50,8 @@ class FakeProcessor:
     def get_option_default(self, path: str) -> None:
         del path
 
-    beside = None
+    outside_audio = streaming_audio = None
+    kind = CAUSAL
 
     @property
     def markers(self) -> dict[str, str]:
@@ -167,7 +169,7 @@ def test_media_become_features_and_handles(inputs: InputProcessor, fake: FakePip
     assert all(options.processor_kwargs == {"size": 4} for _, options in fake.calls)
 
 
-def test_what_a_request_leaves_open_comes_from_the_model(inputs: InputProcessor) -> None:
+def test_unset_fields_of_a_request_come_from_the_model(inputs: InputProcessor) -> None:
     request = process(inputs, "a").request
     params = request.sampling_params
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 3)
@@ -186,7 +188,7 @@ def test_requests_without_a_seed_get_different_ones_that_an_engine_repeats(
     assert process(first, "a", seed=3).request.sampling_params.seed == 3
 
 
-def test_fields_that_are_none_mean_nothing_was_said(inputs: InputProcessor) -> None:
+def test_fields_that_are_none_count_as_unset(inputs: InputProcessor) -> None:
     prompt = dict.fromkeys(
         ("multi_modal_data", "mm_processor_kwargs", "cache_salt", "priority"), None
     )
@@ -239,7 +241,7 @@ def test_a_prompt_that_makes_no_sense_is_refused_by_name(
     assert fake.held == []
 
 
-def test_what_fails_behind_its_media_releases_them(
+def test_a_request_that_fails_after_its_media_releases_them(
     inputs: InputProcessor, fake: FakePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LetterTokenizer, "__call__", lambda *_, **__: Encoding(input_ids=[105] * 2))
@@ -282,7 +284,7 @@ def test_a_list_of_frames_is_one_video(
     assert len(fake.calls) == num_videos
 
 
-def test_bad_words_are_banned_at_the_beginning_and_behind_a_space(inputs: InputProcessor) -> None:
+def test_bad_words_are_banned_at_the_start_and_after_a_space(inputs: InputProcessor) -> None:
     bans = process(inputs, "abc", bad_words=["no", " x"]).request.bans
     words = {"".join(map(chr, sequence)) for sequence in bans.sequences}
     assert words == {"no", " no", "x", " x"}

@@ -47,7 +47,7 @@ def loader(store: GatedStore) -> Iterator[OutputLoader]:
 
 
 def take(loader: OutputLoader, num_requests: int = 1) -> dict[str, dict[str, int]]:
-    """Wait for answers: request -> item -> the number of embeddings that were found."""
+    """Wait for answers, and return request -> item -> number of embeddings found."""
     taken: dict[str, dict[str, int]] = {}
     while len(taken) < num_requests:
         loader.wait()
@@ -108,7 +108,7 @@ def test_one_request_with_very_many_items_holds_up_no_other(
     assert len(store.asked) == 32_770, "what two requests want is looked up once"
 
 
-def test_what_is_given_up_is_not_looked_up(loader: OutputLoader, store: GatedStore) -> None:
+def test_abandoned_items_are_not_looked_up(loader: OutputLoader, store: GatedStore) -> None:
     loader.begin("first", {f"{i}": 1 for i in range(1000)})
     wait_until(lambda: len(store.asked) == 4, "all threads have something to do")
     loader.forget("first")
@@ -121,7 +121,7 @@ def test_what_is_given_up_is_not_looked_up(loader: OutputLoader, store: GatedSto
     assert len(store.asked) == 5
 
 
-def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
+def test_a_store_that_does_not_answer_gets_no_calls_until_it_does(
     store: GatedStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -129,7 +129,7 @@ def test_a_store_that_does_not_answer_is_left_alone_until_it_does(
     assert loader.begin("first", {f"{i}": 1 for i in range(8)})
     assert take(loader) == {"first": {}}
     assert "does not answer in time" in caplog.text
-    assert not loader.begin("second", {"a": 1}), "nobody waits for it now"
+    assert not loader.begin("second", {"a": 1}), "no request waits for it now"
     assert len(store.asked) == 4
     store.gate.set()
 
@@ -153,18 +153,18 @@ def test_no_more_is_loaded_than_there_is_memory_for(
     assert take(loader) == {"small": {"a": 1}}, "what was taken counts no more"
 
 
-def test_whoever_listens_is_told_of_answers(loader: OutputLoader, store: GatedStore) -> None:
-    told = threading.Event()
-    loader.listen(told.set)
+def test_answers_wake_the_listener(loader: OutputLoader, store: GatedStore) -> None:
+    notified = threading.Event()
+    loader.listen(notified.set)
     loader.begin("first", {"a": 1})
-    assert not told.is_set()
+    assert not notified.is_set()
     store.gate.set()
-    assert told.wait(30)
+    assert notified.wait(30)
     assert loader.has_answers
     loader.listen(None)
 
 
-def test_a_closed_loader_begins_nothing_and_its_threads_end(store: GatedStore) -> None:
+def test_a_closed_loader_starts_nothing_and_its_threads_end(store: GatedStore) -> None:
     num_threads = count_threads()
     loader = OutputLoader(store, limit_s=LONG_S)
     loader.begin("first", {f"{i}": 1 for i in range(10)})

@@ -55,7 +55,7 @@ def test_completions_come_together_in_the_order_of_their_indices() -> None:
     assert processor.request_ids == ()
 
 
-def test_a_stop_string_ends_one_completion_and_the_others_go_on() -> None:
+def test_a_stop_string_ends_one_completion_and_the_others_continue() -> None:
     processor = make_processor(n=2, stop="b")
     assert processor.process([give(0, "b"), give(1, "a")]) == ([], ["r#0"])
     assert processor.process([give(0, "z"), give(1, "c")]) == ([], [])
@@ -101,7 +101,7 @@ def make_entry(rank: int) -> TokenLogprobs:
     return TokenLogprobs(logprob=-float(rank), rank=rank, top_token_ids=(97,), top_logprobs=(-0.5,))
 
 
-def test_prompt_log_probabilities_begin_with_none_and_hold_the_prompt_s_tokens() -> None:
+def test_prompt_log_probabilities_start_with_none_and_hold_the_tokens_of_the_prompt() -> None:
     processor = make_processor(prompt_logprobs=1)
     first, second = make_entry(4), make_entry(9)
     chunk = EngineCoreOutput(request_id="r", prompt_logprobs=(first,))

@@ -42,7 +42,7 @@ def test_a_string_is_a_path_unless_it_is_a_url(modality: str) -> None:
     assert find_paths(prompt) == expected
 
 
-def test_openais_own_shapes_have_no_paths() -> None:
+def test_openai_content_parts_have_no_paths() -> None:
     for part in (
         {"type": "image_url", "image_url": {"url": "/a.png"}},
         {"type": "image_url", "image_url": "/a.png"},

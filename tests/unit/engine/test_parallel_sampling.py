@@ -31,7 +31,7 @@ def test_a_request_for_one_completion_is_its_own_only_child() -> None:
     assert get_child_ids(request) == ("r",)
 
 
-def test_children_differ_in_their_names_and_seeds_alone() -> None:
+def test_children_differ_only_in_their_ids_and_seeds() -> None:
     request = make_request(n=4, temperature=0.5)
     children = make_children(request)
     assert tuple(child.request_id for child in children) == get_child_ids(request)
@@ -111,7 +111,7 @@ def test_dropped_completions_never_start() -> None:
     assert take_ids(sampling, give("r#0", 5)) == []
 
 
-def test_a_single_request_keeps_nothing() -> None:
+def test_a_request_for_one_completion_keeps_no_state() -> None:
     sampling = make_parallel_sampling()
     first, has_rest = sampling.add(make_request(), MEDIA)
     assert (first.request_id, has_rest) == ("r", False)

@@ -105,7 +105,7 @@ def test_an_item_twice_in_one_request_is_held_once(
     assert len(store) == receiver.held.total() == 0
 
 
-def test_what_did_not_come_is_asked_for_and_nothing_is_kept(
+def test_missing_items_are_requested_and_nothing_is_kept(
     store: PayloadStore, receiver: CountingReceiver
 ) -> None:
     missing = store.add(make_request("b", "x", "y"), payloads("x"))
@@ -120,7 +120,7 @@ def test_items_that_the_request_does_not_name_are_not_kept(store: PayloadStore) 
     assert set(store) == {"x"}
 
 
-def test_adding_a_request_twice_is_our_bug(store: PayloadStore) -> None:
+def test_adding_a_request_twice_is_an_invariant_error(store: PayloadStore) -> None:
     store.add(make_request("a", "x"), payloads("x"))
     with pytest.raises(InvariantError, match="'a' was added twice"):
         store.add(make_request("a", "x"), payloads("x"))
@@ -128,7 +128,7 @@ def test_adding_a_request_twice_is_our_bug(store: PayloadStore) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.lists(st.sampled_from("xyz"), max_size=3))))
 @settings(deadline=None)
-def test_it_holds_exactly_the_items_of_the_requests_it_has(
+def test_the_store_holds_exactly_the_items_of_its_requests(
     events: list[tuple[str, list[str]]],
 ) -> None:
     """A request that comes a second time leaves instead."""

@@ -65,7 +65,7 @@ class SlowRenderer:
     ],
     ids=["grammar", "tools", "long text", "long prompt", "long chat", "many messages"],
 )
-def test_what_takes_long_holds_up_no_short_text(prompt: Prompt | Chat, params: Any) -> None:
+def test_slow_preparation_does_not_delay_short_text(prompt: Prompt | Chat, params: Any) -> None:
     async def run() -> None:
         renderer = SlowRenderer()
         preparation = make_preparation(renderer)
@@ -117,7 +117,7 @@ HERE: Any = {"prompt": "", "multi_modal_data": {"here": 1}}
 
 
 def test_media_that_is_fetched_holds_no_thread() -> None:
-    """However many requests wait for hosts, one whose media is here is prepared."""
+    """However many requests wait for hosts, one with local media is prepared."""
 
     async def run() -> None:
         renderer = FetchingRenderer()

@@ -80,7 +80,7 @@ def test_each_step_gives_its_new_text_and_the_last_the_whole_request() -> None:
     assert processor.request_ids == ()
 
 
-def test_steps_that_were_not_taken_come_together() -> None:
+def test_steps_that_were_not_read_come_together() -> None:
     processor = make_processor()
     processor.process([give("a")])
     processor.process([give("b")])
@@ -127,7 +127,7 @@ def test_log_probabilities_come_with_their_tokens() -> None:
     assert len(last.final.outputs[0].logprobs or ()) == 2
 
 
-def test_completions_are_kept_apart_and_each_ends_once() -> None:
+def test_completions_are_kept_separate_and_each_ends_once() -> None:
     processor = make_processor(n=2)
     (both,) = step(processor, give("a", request_id="r#0"), give("b", request_id="r#1"))
     assert [(delta.index, delta.text) for delta in both.deltas] == [(0, "a"), (1, "b")]
@@ -218,7 +218,7 @@ def test_the_deltas_together_are_the_text(
         ("ab", [], 0),
     ],
 )
-def test_as_much_is_held_back_as_may_begin_a_stop_string(
+def test_as_much_text_is_held_back_as_may_start_a_stop_string(
     text: str, stop: list[str], expected: int
 ) -> None:
     assert count_held_back(text, stop) == expected

@@ -26,7 +26,7 @@ NUM_PIECES = 6
 
 
 class WholeAudio:
-    """A sound whose pieces are prompts of one token: their index."""
+    """Audio that is split into prompts of one token: the index of the piece."""
 
     def __init__(self) -> None:
         self.duration_s = float(NUM_PIECES)
@@ -47,7 +47,7 @@ class WholeAudio:
 
 
 class Model:
-    """A model whose text of a piece is the number of its token."""
+    """A model that transcribes a piece as the number of its token."""
 
     can_translate, has_segments, has_words = False, True, False
 
@@ -157,7 +157,7 @@ def test_pieces_run_together_and_their_texts_come_in_order() -> None:
     assert engine.most_running == 4
 
 
-def test_a_client_that_leaves_aborts_the_pieces_that_were_begun() -> None:
+def test_a_client_that_leaves_aborts_the_running_pieces() -> None:
     async def wait(prompt: list[int]) -> None:
         await asyncio.sleep(60.0 if prompt[0] else 0.0)
 
@@ -181,7 +181,7 @@ def test_an_error_of_a_later_piece_comes_in_its_turn() -> None:
     assert 5 not in seen  # it would have begun after the third
 
 
-def test_an_audio_file_is_restored_once_for_all_pieces_that_are_missing() -> None:
+def test_audio_is_restored_once_for_all_missing_pieces() -> None:
     async def wait(prompt: list[int]) -> None:
         await asyncio.sleep(0.0)
         if not prompt[1]:

@@ -24,7 +24,7 @@ EOS = 2
 
 
 class Language:
-    """A tokenizer and what it can say."""
+    """A tokenizer with a compiler of grammars over it."""
 
     def __init__(self, directory: str, **options: Any) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
@@ -33,7 +33,7 @@ class Language:
         )
 
     def follow(self, params: StructuredOutputsParams, text: str) -> Matcher:
-        """Each token must be allowed by the mask before it."""
+        """Consume a text. Raise `ValueError` if a mask does not allow its next token."""
         matcher = self.compiler.compile(params)
         for token_id in self.tokenizer.encode(text, add_special_tokens=False):
             if token_id not in self.get_allowed(matcher):
@@ -109,7 +109,7 @@ def test_an_end_is_allowed_only_where_the_grammar_may_end(language: Language) ->
     assert language.get_allowed(whole) == {EOS}
 
 
-def test_a_copy_goes_its_own_way(language: Language) -> None:
+def test_a_copied_matcher_advances_independently(language: Language) -> None:
     matcher = language.compiler.compile(GRAMMARS["lark"])
     copy = matcher.copy()
     copy.consume(language.tokenizer.encode("x1;", add_special_tokens=False))
@@ -245,7 +245,7 @@ def test_a_long_chain_of_references_ends_no_process(tiny_model: Any, kind: str) 
     assert EOS in language.get_allowed(language.follow(LONG_CHAINS[kind], "1"))
 
 
-def test_expressions_are_short_wherever_they_stand(language: Language) -> None:
+def test_long_regular_expressions_are_refused_everywhere(language: Language) -> None:
     long = "a?" * 5000
     with pytest.raises(RequestError, match=r"structured_outputs\.regex: has 10000 characters"):
         StructuredOutputsParams(regex=long)

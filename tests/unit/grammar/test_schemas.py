@@ -109,11 +109,11 @@ CLOSED += [
     ("allOf: of both", ALL_OF, {"a": 1, "b": {"a": 2}}, True),
     ("allOf: of neither", ALL_OF, {"a": 1, "c": 3}, False),
     ("allOf: below", ALL_OF, {"a": 1, "b": {"a": 2, "c": 3}}, False),
-    ("anyOf beside keys: the first", ANY_OF, {"a": 1, "b": 1}, True),
-    ("anyOf beside keys: the second", ANY_OF, {"a": 1, "c": 2}, True),
-    ("anyOf beside keys: neither", ANY_OF, {"a": 1, "d": 2}, False),
-    ("$ref beside keys: both", BESIDE, {"b": 2, "a": 1}, True),
-    ("$ref beside keys: neither", BESIDE, {"b": 2, "a": 1, "c": 3}, False),
+    ("anyOf next to keys: the first", ANY_OF, {"a": 1, "b": 1}, True),
+    ("anyOf next to keys: the second", ANY_OF, {"a": 1, "c": 2}, True),
+    ("anyOf next to keys: neither", ANY_OF, {"a": 1, "d": 2}, False),
+    ("$ref next to keys: both", BESIDE, {"b": 2, "a": 1}, True),
+    ("$ref next to keys: neither", BESIDE, {"b": 2, "a": 1, "c": 3}, False),
 ]
 
 
@@ -124,7 +124,7 @@ def test_keys_are_allowed_if_the_schema_declares_them(
 ) -> None:
     is_free = schema in ({**PERSON, "additionalProperties": e} for e in (True, INTEGER))
     if limit is not None and is_free:
-        expected = False  # free keys beside declared ones are left out of bounded answers
+        expected = False  # bounded answers have no free keys in addition to declared ones
     assert allows(schema, value, limit) is bool(expected)
 
 
@@ -224,7 +224,7 @@ ENDLESS: list[Any] = [
 
 
 @pytest.mark.parametrize("schema", ENDLESS)
-def test_a_writer_without_sense_comes_to_an_end_and_is_valid(schema: Any) -> None:
+def test_random_tokens_of_a_grammar_end_and_are_valid(schema: Any) -> None:
     for seed in range(3):
         rng = random.Random(seed)
         text = write_at_random(compile_schema(schema, LIMIT), rng, most=40_000)

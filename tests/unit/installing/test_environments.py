@@ -17,7 +17,7 @@ from sensorium.embedded.samples import MEDIA_FOLDER
 
 pytestmark = pytest.mark.processes
 
-# Answers as told to, in turn, then waits to be stopped.
+# Gives the configured answers in turn, then waits to be stopped.
 STAND_IN = """
 import json, signal, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -167,7 +167,7 @@ class PagedStep:
         )
 
     def get_new_tokens(self, which: int) -> torch.Tensor:
-        """Queries (0), keys (1) or values (2) of the step's tokens: [1, heads, N, size]."""
+        """Return queries (0), keys (1) or values (2) of the step's tokens: [1, heads, N, size]."""
         parts = [
             sequence[which][chunk.start :]
             for sequence, chunk in zip(self.sequences, self.chunks, strict=True)
@@ -175,7 +175,7 @@ class PagedStep:
         return torch.cat(parts).transpose(0, 1)[None]
 
     def attend(self, cache: LayerCache) -> torch.Tensor:
-        """What the backend gives, [N, H, D of values]."""
+        """Return the backend's output, [N, H, D of values]."""
         query, key, value = (self.get_new_tokens(which).to(self.device) for which in range(3))
         return self.backend.attend(cache, query, key, value, scaling=self.scaling)[0]
 

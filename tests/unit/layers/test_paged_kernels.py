@@ -149,7 +149,7 @@ MAKERS = {"flashinfer": make_flashinfer, "varlen": make_varlen}
 
 @pytest.mark.parametrize("step", CHECKS)
 @pytest.mark.parametrize("name", MAKERS)
-def test_kernels_that_keep_their_word_compute_every_step(
+def test_kernels_that_support_a_step_compute_it(
     monkeypatch: pytest.MonkeyPatch, name: str, step: str
 ) -> None:
     CHECKS[step](Setting(backend=MAKERS[name](monkeypatch)), SHAPE)
@@ -170,7 +170,7 @@ def test_one_plan_a_step_serves_all_layers_of_a_kind(monkeypatch: pytest.MonkeyP
     assert [plan["sm_scale"] for plan in PLANS] == [0.37] * 4 + [1.0]
 
 
-def test_a_step_with_spans_is_planned_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_spans_has_no_kernel_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make_flashinfer(monkeypatch)
     PLANS.clear()
     chunks = [Chunk(start=0, end=20, spans=((3, 9),))]

@@ -126,7 +126,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
-def test_an_index_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(
         ModelError, match=r"index.json is not (an index of weights|JSON|a JSON object)"

@@ -1,4 +1,4 @@
-"""Recognisers: which models are some, what their checkpoints may lack, and what they keep."""
+"""How CTC/transducer models are recognised, what checkpoints may lack, and what is kept."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from sensorium.core.admission import Limits
 from sensorium.engine.assembly.memory import plan_memory
 from sensorium.engine.assembly.options import EngineOptions
-from sensorium.models.ctc_transducer import CtcTransducerModel, is_ctc_transducer
+from sensorium.models.ctc_transducer import CtcTransducerModel
+from sensorium.models.families import find_model_class
 from sensorium.models.loading import get_model_class, load_config, load_model
 from sensorium.types.errors import ModelError
+from sensorium.types.model_kind import NO_DECODER
 from tests.parity.ctc_transducer_reference import WITHOUT_PADDING
 
 CPU = torch.device("cpu")
@@ -47,7 +49,9 @@ def test_weights_for_training_may_be_missing(tiny_model: TinyModel, tmp_path: Pa
         load(lacking)
 
 
-def test_a_model_without_a_head_is_none(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_a_model_without_a_head_is_no_ctc_transducer_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     directory = tmp_path / "headless"
     shutil.copytree(tiny_model("wav2vec2"), directory)
     path = directory / "config.json"
@@ -55,7 +59,7 @@ def test_a_model_without_a_head_is_none(tiny_model: TinyModel, tmp_path: Path) -
         json.dumps({**json.loads(path.read_text()), "architectures": ["Wav2Vec2ForPreTraining"]})
     )
     config = load_config(str(directory))
-    assert not is_ctc_transducer(config)
+    assert find_model_class(config).kind.decoder != "none"
     with pytest.raises(ModelError, match="it does not generate text"):
         get_model_class(str(directory), config)
 
@@ -78,9 +82,7 @@ def test_what_padding_changes_is_found_in_every_dtype(
 
 
 @pytest.mark.parametrize("family", ["wav2vec2", "parakeet_ctc"])
-def test_memory_is_planned_for_encoders_and_tables_alone(
-    tiny_model: TinyModel, family: str
-) -> None:
+def test_memory_is_planned_only_for_encoders_and_tables(tiny_model: TinyModel, family: str) -> None:
     limits = Limits(
         max_model_len=2,
         max_num_batched_tokens=2048,
@@ -91,6 +93,7 @@ def test_memory_is_planned_for_encoders_and_tables_alone(
     plan = plan_memory(
         load_config(tiny_model(family)),
         EngineOptions(),
+        kind=NO_DECODER,
         limits=limits,
         weights_bytes=7,
         element_size=4,
@@ -102,7 +105,9 @@ def test_memory_is_planned_for_encoders_and_tables_alone(
     assert plan.graph_bytes == plan.encoder_graph_bytes == 0
 
 
-def test_a_transducer_that_never_goes_on_ends_for_each_audio_alone(tiny_model: TinyModel) -> None:
+def test_a_transducer_that_never_advances_ends_separately_for_each_recording(
+    tiny_model: TinyModel,
+) -> None:
     hf_model = load(tiny_model("parakeet_tdt"))
     head, config = hf_model.model.joint.head, hf_model.config
     with torch.no_grad():

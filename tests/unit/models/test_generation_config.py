@@ -78,7 +78,7 @@ def get_defaults(**config: Any) -> GenerationDefaults:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_penalties_and_bans_are_for_greedy_requests_too(do_sample: bool) -> None:
+def test_penalties_and_bans_also_apply_to_greedy_requests(do_sample: bool) -> None:
     defaults = get_defaults(
         do_sample=do_sample,
         repetition_penalty=1.3,
@@ -102,7 +102,7 @@ def test_min_p_is_for_sampled_requests_only(do_sample: bool, expected: float) ->
 @pytest.mark.parametrize(
     "field", [{"no_repeat_ngram_size": 3}, {"min_new_tokens": 4}, {"num_beams": 2}]
 )
-def test_what_is_not_supported_of_it_is_said(
+def test_unsupported_settings_are_logged(
     field: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     ((name, value),) = field.items()
@@ -110,7 +110,7 @@ def test_what_is_not_supported_of_it_is_said(
     assert f"{name}={value} is not supported" in caplog.text
 
 
-def test_what_changes_nothing_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_without_effect_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     get_defaults(do_sample=True, typical_p=1.0, num_beams=1, min_length=0, suppress_tokens=[])
     assert caplog.text == ""
 

@@ -1,4 +1,4 @@
-"""Items are put together for an encoder and taken apart again."""
+"""Items are batched for an encoder, and its embeddings are split again."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_mask_that_a_layer_makes_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["aya_vision", "cohere2_vision"])
-def test_logits_that_the_model_does_not_scale_are_left_alone(
+def test_logits_that_the_model_does_not_scale_are_unchanged(
     tiny_model: Callable[[str], str], family: str, dtype: torch.dtype
 ) -> None:
     directory = tiny_model(family)

@@ -63,7 +63,7 @@ def test_a_layer_that_attends_twice_is_refused() -> None:
         attend(probe, 4, torch.ones(1, 3, 2, 8))
 
 
-def test_keys_that_are_gone_lend_their_address_to_nobody() -> None:
+def test_a_reused_address_of_freed_keys_shares_nothing() -> None:
     probe = KVProbe()
     for layer_index in range(20):
         attend(probe, layer_index, torch.full((1, 3, 2, 8), 1.0))

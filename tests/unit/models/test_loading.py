@@ -49,7 +49,9 @@ def test_an_architecture_that_can_not_be_run_is_refused_before_its_weights_are_r
         load_model("/nowhere", config, dtype=torch.float32, device=CPU)
 
 
-def test_a_family_with_code_of_its_own_gets_its_adapter(tiny_model: Callable[[str], str]) -> None:
+def test_a_family_with_code_of_its_own_gets_its_own_wrapper(
+    tiny_model: Callable[[str], str],
+) -> None:
     for family, modalities in (("gemma3", {"image"}), ("llava", set())):
         directory = tiny_model(family)
         config = load_config(directory)

@@ -1,4 +1,4 @@
-"""Rotary factors are chosen for each token, whatever else is computed beside it."""
+"""Rotary factors are chosen for each token, whatever else is in its step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def compute(rotary: torch.nn.Module, positions: list[int]) -> torch.Tensor:
 
 
 def test_each_token_gets_the_factors_of_its_request() -> None:
-    """Long requests have tokens before the border too."""
+    """Long requests also have tokens before the border."""
     own, rotary = make_rotary(), make_rotary()
     rope = LongRope(torch.nn.ModuleList([rotary]))
     assert rope.long_after == BORDER
@@ -58,7 +58,7 @@ def test_nothing_is_left_behind_by_a_step() -> None:
         assert torch.equal(compute(rotary, positions), compute(own, positions))
 
 
-def test_other_modules_are_left_alone() -> None:
+def test_other_modules_are_unchanged() -> None:
     module = torch.nn.Linear(2, 2)
     assert LongRope(torch.nn.ModuleList([module])).long_after is None
     assert "forward" not in vars(module)

@@ -69,7 +69,7 @@ def test_other_patterns_are_a_fault(function: Any) -> None:
     assert read_mask(function).fault == "is neither causal nor a sliding window"
 
 
-def test_a_mask_that_knows_two_tokens_only_is_a_fault() -> None:
+def test_a_mask_defined_for_two_tokens_only_is_a_fault() -> None:
     groups = torch.tensor([[-1, -1]])
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(groups))
     assert "can't be read (IndexError" in str(read_mask(function).fault)
@@ -108,7 +108,7 @@ def test_a_layer_without_a_mask_has_the_window_that_it_asks_for() -> None:
         ),
     ],
 )
-def test_a_layer_whose_mask_can_not_be_had_is_refused(
+def test_a_layer_with_an_unreadable_mask_is_refused(
     mask: torch.Tensor | None, is_causal: bool, window: int | None, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):

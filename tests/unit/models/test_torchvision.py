@@ -1,4 +1,4 @@
-"""The operators are declared only where torchvision is there and can't be imported without."""
+"""Operators are declared only if torchvision is installed and can't be imported otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = {
 
 
 def run(directory: Path, script: str) -> list[str]:
-    """Run a script in a fresh interpreter whose torchvision is the one that it puts on the path."""
+    """Run a script in a fresh interpreter that imports torchvision from this directory."""
     for name, source in PACKAGES.items():
         package = directory / name / "torchvision"
         package.mkdir(parents=True)
@@ -36,7 +36,7 @@ def run(directory: Path, script: str) -> list[str]:
     return result.stdout.split()
 
 
-def test_a_torchvision_that_works_or_is_not_there_is_left_alone(tmp_path: Path) -> None:
+def test_a_torchvision_that_works_or_is_absent_is_unchanged(tmp_path: Path) -> None:
     script = """
 import sys
 sys.path.insert(0, "absent")

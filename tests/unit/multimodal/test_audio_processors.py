@@ -1,4 +1,4 @@
-"""The features of sounds for encoder-decoder models, against Transformers' own."""
+"""The audio features of encoder-decoder models, against Transformers' own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_features_equal_those_of_transformers(num_samples: int, loudness: float)
         (CountingExtractor(), False),
     ],
 )
-def test_silence_is_computed_once_where_it_is_even(
+def test_padding_of_equal_silence_is_computed_once(
     extractor: tf.WhisperFeatureExtractor, is_cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths = []

@@ -15,7 +15,7 @@ from sensorium.types.errors import RequestError
 from tests.support.media import make_melody
 
 RATE = 16_000
-SOUND = np.linspace(-0.5, 0.5, 400)
+AUDIO = np.linspace(-0.5, 0.5, 400)
 FRAMES = np.zeros((4, 8, 8, 3), dtype=np.uint8)
 
 
@@ -26,48 +26,48 @@ def check(modality: str, media: object) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    "sound",
+    "audio",
     [
-        SOUND,
-        SOUND.astype(np.float32),
-        torch.from_numpy(SOUND),
-        (SOUND, RATE),
-        SOUND[::-1].copy()[::-1],
-        SOUND.astype(">f8"),
+        AUDIO,
+        AUDIO.astype(np.float32),
+        torch.from_numpy(AUDIO),
+        (AUDIO, RATE),
+        AUDIO[::-1].copy()[::-1],
+        AUDIO.astype(">f8"),
     ],
 )
-def test_audios_become_float32_samples(audio: object) -> None:
+def test_audio_becomes_float32_samples(audio: object) -> None:
     checked, metadata = check("audio", audio)
     assert metadata is None
     assert checked.dtype == np.float32
-    np.testing.assert_allclose(checked, SOUND, atol=1e-7)
+    np.testing.assert_allclose(checked, AUDIO, atol=1e-7)
 
 
-def test_channels_are_mixed_down_whichever_way_they_stand() -> None:
-    stereo = np.stack([SOUND, np.zeros(400)])
+def test_channels_are_mixed_down_in_either_axis_order() -> None:
+    stereo = np.stack([AUDIO, np.zeros(400)])
     for audio in (stereo, stereo.T, torch.from_numpy(stereo), (stereo, RATE)):
         checked, _ = check("audio", audio)
-        np.testing.assert_allclose(checked, SOUND / 2, atol=1e-7)
+        np.testing.assert_allclose(checked, AUDIO / 2, atol=1e-7)
     short = np.array([[1.0, 0.5], [0.0, 0.5]])  # as many channels as samples: channels are rows
     assert check("audio", short)[0].tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize("rate", [8_000, 44_100, np.int64(48_000), 44_100.0])
-def test_audios_of_other_rates_are_resampled(rate: Any) -> None:
+def test_audio_of_another_rate_is_resampled(rate: Any) -> None:
     melody = make_melody(int(rate) // 2, rate=int(rate))
     checked, _ = check("audio", (melody, rate))
     expected = make_melody(RATE // 2)
     assert checked.shape == expected.shape
     assert checked.dtype == np.float32
-    # A resampler rings where a sound begins and ends, and nowhere else.
+    # A resampler rings where audio begins and ends, and nowhere else.
     np.testing.assert_allclose(checked[500:-500], expected[500:-500], atol=1e-3)
 
 
 def test_long_and_large_items_are_refused_by_the_limits() -> None:
     limits = MediaLimits(max_pixels=100, max_frames=3, max_video_pixels=250, max_duration_s=0.02)
     cases: list[tuple[str, object, str]] = [
-        ("audio", SOUND, "longer than 0.02 seconds"),
-        ("audio", (SOUND[:200], 8_000), "longer than 0.02 seconds"),
+        ("audio", AUDIO, "longer than 0.02 seconds"),
+        ("audio", (AUDIO[:200], 8_000), "longer than 0.02 seconds"),
         ("image", Image.new("RGB", (10, 11)), "more than 100 pixels"),
         ("image", np.zeros((10, 11, 3), dtype=np.uint8), "more than 100 pixels"),
         ("image", np.zeros((3, 10, 11), dtype=np.uint8), "more than 100 pixels"),
@@ -97,7 +97,7 @@ def test_long_and_large_items_are_refused_by_the_limits() -> None:
         (torch.ones(8, 8).to_sparse(), "a plain tensor"),
     ],
 )
-def test_what_are_no_pixels_is_refused(pixels: object, message: str) -> None:
+def test_arrays_that_are_no_pixels_are_refused(pixels: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         check("image", pixels)
 
@@ -118,7 +118,7 @@ def test_scaled_pixels_may_be_anything_when_they_are_said_to_be() -> None:
     np.testing.assert_array_equal(checked, pixels)
 
 
-def test_deep_grey_is_scaled_and_exif_is_not_heeded() -> None:
+def test_sixteen_bit_grey_is_scaled_and_exif_is_ignored() -> None:
     deep = Image.fromarray(np.full((4, 4), 32_768, dtype=np.uint16))
     assert check("image", deep)[0].getpixel((0, 0)) == (128, 128, 128)
     turned = Image.new("RGB", (4, 8))
@@ -134,13 +134,13 @@ def test_integer_samples_are_scaled_to_one(dtype: type) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sound", "message"),
+    ("audio", "message"),
     [
-        ((SOUND, 0), "from 1000 to 768000 samples a second, not 0"),
-        ((SOUND, "fast"), "samples a second, not 'fast'"),
-        ((SOUND, 16_000.5), "samples a second, not 16000.5"),
-        ((SOUND, True), "samples a second, not True"),
-        (np.zeros((300, 300)), r"\(300, 300\) is no shape of a sound"),
+        ((AUDIO, 0), "from 1000 to 768000 samples a second, not 0"),
+        ((AUDIO, "fast"), "samples a second, not 'fast'"),
+        ((AUDIO, 16_000.5), "samples a second, not 16000.5"),
+        ((AUDIO, True), "samples a second, not True"),
+        (np.zeros((300, 300)), r"\(300, 300\) is no shape of audio"),
         (np.zeros((2, 2, 400)), "expected 1 or 2 non-empty dimensions"),
         (np.zeros(0), "expected 1 or 2 non-empty dimensions"),
         (torch.zeros(400).to_sparse(), "a plain tensor"),

@@ -221,7 +221,7 @@ def test_smaller_and_shorter_videos_are_taken(
     assert item.layout is not None
 
 
-def test_decoded_media_is_measured_too(
+def test_decoded_media_is_also_measured(
     processor_of: Callable[[str], MultiModalProcessor],
 ) -> None:
     guarded = ItemWorker(processor_of(OMNI), MediaLimits(), OwnOptions())
@@ -233,7 +233,7 @@ def test_decoded_media_is_measured_too(
         process(guarded, "video", np.stack([pixels] * 2), {"temporal_patch_size": 256})
 
 
-def test_a_longer_window_for_audios_is_refused(
+def test_a_longer_window_for_audio_is_refused(
     processor_of: Callable[[str], MultiModalProcessor],
 ) -> None:
     guarded = ItemWorker(processor_of("gemma4"), MediaLimits(), OwnOptions())

@@ -1,4 +1,4 @@
-"""Sounds for recognisers: features of pieces, counts of frames, and filters without librosa."""
+"""Audio of CTC/transducer models: features of pieces, counts of frames, filters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TinyModel = Callable[[str], str]
 
 
 def load(directory: str) -> CtcTransducerProcessor:
-    audios = MultiModalProcessor(directory, AutoConfig.from_pretrained(directory)).beside
+    audios = MultiModalProcessor(directory, AutoConfig.from_pretrained(directory)).outside_audio
     assert isinstance(audios, CtcTransducerProcessor)
     return audios
 
@@ -52,7 +52,7 @@ def test_frames_are_counted_without_a_model(
 
 
 @pytest.mark.parametrize("family", ["wav2vec2", "parakeet_ctc"])
-def test_a_piece_has_the_features_of_an_audio_file_of_its_own(
+def test_a_piece_has_the_features_of_a_separate_recording(
     tiny_model: TinyModel, family: str
 ) -> None:
     audios = load(tiny_model(family))
@@ -71,7 +71,7 @@ def test_a_piece_has_the_features_of_an_audio_file_of_its_own(
     assert layout.num_embeds == num_frames
 
 
-def test_a_rest_that_is_too_short_is_left_out(
+def test_a_last_piece_that_is_too_short_is_left_out(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audios = load(tiny_model("wav2vec2"))

@@ -1,4 +1,4 @@
-"""Equal names mean equal content; whatever differs has another name."""
+"""Equal hashes mean equal content; whatever differs has another hash."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def name(options: object = None, media: object = b"", hasher: MediaHasher = HASH
         (2**64, 0),
     ],
 )
-def test_values_that_look_alike_have_different_names(one: object, other: object) -> None:
+def test_values_that_look_alike_have_different_hashes(one: object, other: object) -> None:
     assert name(one) != name(other)
 
 
-def test_the_order_of_keys_is_of_no_importance_at_any_depth() -> None:
+def test_the_order_of_keys_never_changes_the_hash() -> None:
     one = {"a": 1, "b": {"c": 2, "d": [3]}, 4: 5}
     other = {4: 5, "b": {"d": [3], "c": 2}, "a": 1}
     assert name(one) == name(other)
@@ -109,7 +109,7 @@ def make_vectors() -> dict[str, str]:
     return vectors
 
 
-def test_names_are_256_bits_and_the_same_in_every_process_and_version() -> None:
+def test_hashes_have_256_bits_and_are_the_same_in_every_process_and_version() -> None:
     vectors = make_vectors()
     assert vectors == json.loads(VECTORS.read_text())
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in vectors.values())
@@ -166,7 +166,7 @@ def test_options_that_are_nested_without_end_are_refused() -> None:
         name(options)
 
 
-def test_numbers_of_a_kind_of_their_own_are_numbers() -> None:
+def test_subclasses_of_numbers_hash_as_numbers() -> None:
     class Size(IntEnum):
         SMALL = 3
 
@@ -179,7 +179,7 @@ def test_media_and_options_are_both_part_of_the_name() -> None:
     assert len(names) == 4
 
 
-def test_memory_layout_is_of_no_importance() -> None:
+def test_the_memory_layout_does_not_change_the_hash() -> None:
     views = [
         PIXELS,
         np.asfortranarray(PIXELS),
@@ -202,7 +202,7 @@ def test_shape_and_type_are_part_of_the_name(convert: Any) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_arrays_and_tensors_and_images_are_kept_apart() -> None:
+def test_arrays_tensors_and_images_have_different_hashes() -> None:
     media = [PIXELS, torch.tensor(PIXELS), Image.fromarray(PIXELS), PIXELS.tobytes()]
     assert all(name(media=a) != name(media=b) for a, b in combinations(media, 2))
 
@@ -294,7 +294,7 @@ def test_the_mode_of_an_image_is_part_of_its_name() -> None:
 @pytest.mark.parametrize(
     "value", [object(), {1, 2}, lambda: 0, np.array([object()]), range(3), np.int64(3)]
 )
-def test_what_has_no_canonical_form_is_refused(value: object) -> None:
+def test_values_without_a_canonical_form_are_refused(value: object) -> None:
     with pytest.raises(RequestError, match="can't"):
         name(value)
 
@@ -306,7 +306,7 @@ values = st.recursive(
 
 
 def freeze(value: object) -> object:
-    """A form whose equality also tells types apart."""
+    """Return a form of the value that is equal only for values of equal types."""
     if isinstance(value, dict):
         return ("map", frozenset((k, freeze(v)) for k, v in value.items()))
     if isinstance(value, list):

@@ -39,7 +39,7 @@ def make_media(modality: str, rate: int, rng: np.random.Generator) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_item_of_the_processor_is_refused(
+def test_every_item_of_the_processor_is_accepted(
     make_processor: Callable[[str], MultiModalProcessor], family: str
 ) -> None:
     processor, rng = make_processor(family), np.random.default_rng(11)
@@ -53,7 +53,7 @@ def test_no_item_of_the_processor_is_refused(
             processor.check_layout(modality, item.layout)
 
 
-def test_a_layout_with_more_text_than_any_item_has_is_not_read(
+def test_a_layout_with_too_much_text_is_not_tokenised(
     make_processor: Callable[[str], MultiModalProcessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = make_processor("qwen2_vl")
@@ -126,7 +126,7 @@ BAD: dict[str, tuple[str, str, str, Change, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_the_processor_never_makes_is_refused(
+def test_items_that_the_processor_never_makes_are_refused(
     make_processor: Callable[[str], MultiModalProcessor], name: str
 ) -> None:
     family, modality, tensor, change, words = BAD[name]

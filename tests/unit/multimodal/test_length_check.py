@@ -1,4 +1,4 @@
-"""Sounds are taken whole, or refused with the number of seconds that the model takes."""
+"""Audio is taken whole, or refused with the number of seconds that the model takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def processor_of(tiny_model: Callable[[str], str]) -> Callable[[str], MultiModal
     return make
 
 
-def listen(worker: ItemWorker, seconds: float) -> ProcessedItem:
+def process_melody(worker: ItemWorker, seconds: float) -> ProcessedItem:
     job = ItemJob(mm_hash="", modality="audio", decode_options=None, processor_kwargs={})
     item, _ = worker.process(job, make_melody(round(seconds * RATE)))
     return item
@@ -42,29 +42,31 @@ def listen(worker: ItemWorker, seconds: float) -> ProcessedItem:
 
 @pytest.mark.parametrize("family", WINDOWS)
 @pytest.mark.parametrize("is_asked_before", [False, True])
-def test_audio_beyond_the_window_is_refused_and_one_as_long_as_it_is_heard(
+def test_audio_longer_than_the_window_is_refused_and_audio_that_fills_it_is_accepted(
     processor_of: Callable[[str], MultiModalProcessor], family: str, is_asked_before: bool
 ) -> None:
     worker, window = ItemWorker(processor_of(family), MediaLimits()), WINDOWS[family]
     if is_asked_before:
         for seconds in (0.3 * window, window):
-            assert listen(worker, seconds).layout is not None
+            assert process_melody(worker, seconds).layout is not None
     for seconds in (window + 0.2, 3 * window):
         with pytest.raises(RequestError) as caught:
-            listen(worker, seconds)
+            process_melody(worker, seconds)
         assert str(caught.value) == (
-            f"the sound is {seconds:.4g} s long; this model takes at most {window:g} s: "
+            f"the audio is {seconds:.4g} s long; this model takes at most {window:g} s: "
             "send it in pieces"
         )
-    assert listen(worker, window).layout is not None
-    assert listen(worker, window + 0.04).layout is not None  # the padding of a coder
+    assert process_melody(worker, window).layout is not None
+    assert process_melody(worker, window + 0.04).layout is not None  # the padding of a coder
 
 
-def test_windows_of_a_processor_that_takes_several_are_all_heard(
+def test_all_windows_of_a_processor_that_takes_several_are_encoded(
     processor_of: Callable[[str], MultiModalProcessor],
 ) -> None:
     worker = ItemWorker(processor_of("audioflamingo3"), MediaLimits())
-    num_windows = [len(listen(worker, s).kwargs["input_features"]) for s in (2.0, 3.5, 11.9)]
+    num_windows = [
+        len(process_melody(worker, s).kwargs["input_features"]) for s in (2.0, 3.5, 11.9)
+    ]
     assert num_windows == [1, 2, 4]
 
 
@@ -72,21 +74,21 @@ def test_voxtral_takes_any_audio_in_windows(
     processor_of: Callable[[str], MultiModalProcessor],
 ) -> None:
     worker = ItemWorker(processor_of("voxtral"), MediaLimits())
-    assert len(listen(worker, 61.0).kwargs["input_features"]) == 3
+    assert len(process_melody(worker, 61.0).kwargs["input_features"]) == 3
 
 
-def test_processor_without_a_number_for_its_window_is_seen_through_all_the_same(
+def test_the_window_of_a_processor_that_does_not_name_it_is_found(
     processor_of: Callable[[str], MultiModalProcessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LengthCheck, "_iter_candidates", lambda _: iter(()))
     worker = ItemWorker(processor_of("qwen2_audio"), MediaLimits())
-    assert listen(worker, 3.0).layout is not None
+    assert process_melody(worker, 3.0).layout is not None
     with pytest.raises(RequestError, match=r"3.2 s long; this model would cut off its end"):
-        listen(worker, 3.2)
-    assert listen(worker, 2.9).layout is not None
+        process_melody(worker, 3.2)
+    assert process_melody(worker, 2.9).layout is not None
 
 
-def test_no_client_decides_about_the_window_of_another(
+def test_options_of_one_client_do_not_change_the_window_of_another(
     processor_of: Callable[[str], MultiModalProcessor],
 ) -> None:
     """Neither by silence, nor by what drowns everything, nor by options."""
@@ -102,24 +104,24 @@ def test_no_client_decides_about_the_window_of_another(
     )
     with pytest.raises(RequestError, match="send it in pieces"):
         worker.process(short, make_melody(5 * RATE))
-    assert listen(worker, 5.0).layout is not None
+    assert process_melody(worker, 5.0).layout is not None
 
 
-def test_most_audios_need_no_further_look(
+def test_audio_within_a_known_window_is_not_probed_again(
     processor_of: Callable[[str], MultiModalProcessor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hearing = LengthCheck(processor_of("qwen2_5_omni"))
-    hearing.check(RATE, {})
+    length_check = LengthCheck(processor_of("qwen2_5_omni"))
+    length_check.check(RATE, {})
     monkeypatch.setattr(LengthCheck, "_ask", _refuse_to_ask)
     for seconds in (0.1, 5, 29, 30):
-        hearing.check(int(seconds * RATE), {})
+        length_check.check(int(seconds * RATE), {})
 
 
 def _refuse_to_ask(*_: object) -> bool:
     raise AssertionError("the processor was asked again")
 
 
-def test_an_audio_file_that_is_only_decoded_may_be_longer_than_the_window_but_not_than_the_limit(
+def test_decoded_audio_may_be_longer_than_the_window_but_not_than_the_limit(
     processor_of: Callable[[str], MultiModalProcessor],
 ) -> None:
     worker = ItemWorker(processor_of("qwen2_audio"), MediaLimits(max_duration_s=10.0))

@@ -1,4 +1,4 @@
-"""Markers become placeholders, and each item knows its tokens."""
+"""Markers become placeholders, and each item has its tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sensorium.multimodal.placeholders import ExpandedPrompt, expand_text, expand_token_ids
 from sensorium.types.errors import RequestError
+from sensorium.types.model_kind import CAUSAL
 from sensorium.types.multimodal import ItemLayout, ProcessedItem
 
 Expand = Callable[..., ExpandedPrompt]
@@ -56,7 +57,8 @@ class FakeProcessor:
     modalities = ("image", "video")
     tokenizer = MergingTokenizer()
     markers: ClassVar[dict[str, str]] = {"image": "I", "video": "V"}
-    beside = None
+    outside_audio = streaming_audio = None
+    kind = CAUSAL
 
     def get_marker(self, modality: str) -> str:
         return modality[0].upper()
@@ -150,7 +152,7 @@ def test_a_placeholder_that_belongs_to_no_item_is_refused(prompt: Expand, text: 
 
 
 @both
-def test_an_item_of_which_nothing_is_seen_is_refused(prompt: Expand) -> None:
+def test_an_item_without_embeddings_is_refused(prompt: Expand) -> None:
     with pytest.raises(RequestError, match="this image is too small"):
         prompt("aI", image("<>"))
 
@@ -175,7 +177,7 @@ def test_a_token_that_two_items_share_belongs_to_the_first() -> None:
     ]
 
 
-def test_token_ids_are_not_merged_over_a_border() -> None:
+def test_token_ids_are_not_merged_across_the_border_of_an_item() -> None:
     expanded = splice("II", image("\nii\n", "x1"), image("\nii\n", "x2"))
     assert show(expanded[0]) == "^\nii\n\nii\n"
     assert [place[1:3] for place in get_places(expanded)] == [(1, 4), (5, 4)]

@@ -69,7 +69,9 @@ def test_messages_keep_their_order_and_their_blocks(ends: tuple[socket.socket, C
         del block
 
 
-def test_what_the_receiver_writes_stays_its_own(ends: tuple[socket.socket, Channel]) -> None:
+def test_writes_of_the_receiver_do_not_reach_the_sender(
+    ends: tuple[socket.socket, Channel],
+) -> None:
     descriptor = make_memory(100_000)
     socket.send_fds(ends[0], [PREFIX.pack(0, 1, 100_000)], [descriptor])
     _, block = ends[1].receive(deadline=time.monotonic() + 60.0)
@@ -90,7 +92,7 @@ def test_what_the_receiver_writes_stays_its_own(ends: tuple[socket.socket, Chann
         (ALL_SEALS, 0, 100_000),
     ],
 )
-def test_memory_that_could_fail_under_us_is_not_mapped(
+def test_memory_that_is_too_small_or_unsealed_is_not_mapped(
     ends: tuple[socket.socket, Channel], seals: int, num_bytes: int, num_said: int
 ) -> None:
     descriptor = make_memory(num_bytes, seals)
@@ -140,7 +142,7 @@ def test_nonsense_and_ends_are_errors_and_leave_no_descriptor(
         ends[1].receive(deadline=time.monotonic() + 60.0)
 
 
-def test_a_peer_that_drips_can_not_stretch_the_deadline(
+def test_a_trickling_peer_can_not_extend_the_deadline(
     ends: tuple[socket.socket, Channel],
 ) -> None:
     ends[0].sendall(PREFIX.pack(100, 0, 0) + b"a few")
@@ -152,7 +154,9 @@ def test_a_peer_that_drips_can_not_stretch_the_deadline(
         ends[1].receive(deadline=start)
 
 
-def test_a_frame_that_nobody_would_take_is_not_sent(ends: tuple[socket.socket, Channel]) -> None:
+def test_a_frame_that_the_peer_would_refuse_is_not_sent(
+    ends: tuple[socket.socket, Channel],
+) -> None:
     with pytest.raises(ValueError, match="are allowed"):
         ends[1].send(bytes(MAX_FRAME_BYTES + 1))
     assert not Channel(ends[0]).is_readable(0.0)

@@ -62,7 +62,7 @@ def test_one_worker_of_several_runs_no_long_job() -> None:
     assert take(queue, 2) == "c"
 
 
-def test_an_only_worker_runs_long_jobs_too() -> None:
+def test_a_single_worker_also_runs_long_jobs() -> None:
     queue = JobQueue(8, num_workers=1)
     queue.add(make_job("long", cost_s=LONG_S))
     assert take(queue, 1) == "long"
@@ -100,7 +100,7 @@ def test_long_jobs_fill_a_quarter_of_the_queue_at_most() -> None:
     assert take(queue, 1) == "short"
 
 
-def test_a_job_that_waits_too_long_is_a_matter_of_capacity_whatever_it_went_through() -> None:
+def test_a_job_that_waits_too_long_is_a_capacity_error_whatever_it_went_through() -> None:
     queue = JobQueue(8)
     jobs = [make_job(wait_s=0.01), make_job(wait_s=0.01, num_lost=1)]
     for job in jobs:
@@ -123,7 +123,7 @@ def test_a_job_that_is_put_back_may_wait_again_from_the_start() -> None:
     assert take(queue, 1) == "again"
 
 
-def test_a_refusal_says_when_to_come_back() -> None:
+def test_a_refusal_says_when_to_try_again() -> None:
     queue = JobQueue(8)
     waiting = make_job()
     queue.add(waiting)

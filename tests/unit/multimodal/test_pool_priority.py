@@ -40,7 +40,7 @@ def check_priorities() -> None:
     assert _get_group_priority() == group_before
 
 
-def test_what_a_long_job_raises_reaches_the_caller() -> None:
+def test_errors_of_a_long_job_reach_the_caller() -> None:
     def fail() -> None:
         raise ValueError("a damaged file")
 

@@ -75,7 +75,7 @@ def test_bytes_that_are_no_embeddings_are_refused(encoded: bytes, reason: str) -
         (torch.ones(MAX_EMBEDS + 1, 1), "shape"),
     ],
 )
-def test_what_no_encoder_gives_is_refused(tensor: Any, reason: str) -> None:
+def test_embeddings_that_no_encoder_gives_are_refused(tensor: Any, reason: str) -> None:
     with pytest.raises(RequestError, match=reason):
         PrecomputedEmbeds(tensor)
 

@@ -137,7 +137,7 @@ def test_a_damaged_image_is_the_callers_fault(qwen: MultiModalProcessor, mode: s
         qwen.process_item("image", damaged, {})
 
 
-def test_a_fault_of_our_own_code_is_not_the_callers(
+def test_a_fault_of_our_own_code_is_no_request_error(
     qwen: MultiModalProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -185,21 +185,21 @@ def test_a_modality_that_the_model_lacks_has_no_token(qwen: MultiModalProcessor)
 @pytest.mark.parametrize(
     "media", [PIXELS / 255, (PIXELS / 255).astype(np.float32), torch.rand(3, 40, 60), PIXELS > 128]
 )
-def test_pixels_that_would_be_seen_as_black_are_refused(
+def test_pixels_that_would_become_black_are_refused(
     qwen: MultiModalProcessor, media: object
 ) -> None:
     with pytest.raises(RequestError, match="pixel values must go from 0 to 255"):
         qwen.process_item("image", media, {})
 
 
-def test_scaled_pixels_are_taken_when_the_processor_is_told(qwen: MultiModalProcessor) -> None:
+def test_scaled_pixels_are_accepted_with_do_rescale_false(qwen: MultiModalProcessor) -> None:
     scaled = qwen.process_item("image", PIXELS.astype(np.float64) / 255, {"do_rescale": False})
     plain = qwen.process_item("image", PIXELS, {})
     difference = scaled.kwargs["pixel_values"].float() - plain.kwargs["pixel_values"]
     assert difference.abs().mean() < 0.02  # bytes are rounded and clamped where they are resized
 
 
-def test_gray_flipped_and_foreign_arrays_are_the_picture_that_they_show(
+def test_gray_flipped_and_byte_swapped_arrays_are_processed_alike(
     qwen: MultiModalProcessor,
 ) -> None:
     gray = PIXELS[..., 0]

@@ -1,4 +1,4 @@
-"""Items go back to the engine if the encoder apart can't have them, and in which thread they do."""
+"""The engine encodes what a remote encoder can't, and no callback thread waits for it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_thread_in_which_an_answer_comes_does_not_wait_for_the_engine(local:
     backend.close()
 
 
-def test_nothing_is_begun_here_when_the_engine_is_closed(local: _Local) -> None:
+def test_nothing_starts_after_the_engine_is_closed(local: _Local) -> None:
     service = _Service()
     backend = _make(local, service)
     waiting = []
@@ -89,7 +89,7 @@ def test_nothing_is_begun_here_when_the_engine_is_closed(local: _Local) -> None:
     assert local.num_started == 8
 
 
-def test_an_item_that_nobody_waits_for_is_not_begun(local: _Local) -> None:
+def test_an_item_without_waiting_requests_is_not_encoded(local: _Local) -> None:
     service = _Service()
     backend = _make(local, service)
     flights = []

@@ -39,7 +39,7 @@ def pair(stores: tuple[ShmStore, ShmStore]) -> tuple[SharedUuidBindings, SharedU
 Pair = tuple[SharedUuidBindings, SharedUuidBindings]
 
 
-def test_what_one_frontend_binds_another_knows(pair: Pair) -> None:
+def test_a_uuid_that_one_frontend_binds_is_bound_for_all(pair: Pair) -> None:
     one, two = pair
     assert two.get("u", **IMAGE) is None
     one.bind("u", CAT, **IMAGE)
@@ -50,7 +50,7 @@ def test_what_one_frontend_binds_another_knows(pair: Pair) -> None:
     two.bind("u", CAT, **IMAGE)
 
 
-def test_salts_and_modalities_are_apart(pair: Pair) -> None:
+def test_salts_and_modalities_are_separate(pair: Pair) -> None:
     one, two = pair
     one.bind("u", CAT, **IMAGE)
     assert two.get("u", modality="video", scope=UuidScope()) is None
@@ -70,7 +70,7 @@ def test_a_uuid_that_another_frontend_has_bound_is_refused_for_something_else(pa
     assert [bindings.get("u", **IMAGE) for bindings in pair] == [CAT, CAT]
 
 
-def test_no_lease_is_kept(pair: Pair, stores: tuple[ShmStore, ShmStore]) -> None:
+def test_bindings_keep_no_lease(pair: Pair, stores: tuple[ShmStore, ShmStore]) -> None:
     one, two = pair
     one.bind("u", CAT, **IMAGE)
     two.get("u", **IMAGE)
@@ -80,7 +80,7 @@ def test_no_lease_is_kept(pair: Pair, stores: tuple[ShmStore, ShmStore]) -> None
     assert [store._num_leases.total() for store in stores] == [0, 0]
 
 
-def test_clients_are_apart(pair: Pair) -> None:
+def test_clients_are_separate(pair: Pair) -> None:
     one, two = pair
     mine: dict[str, Any] = {"modality": "image", "scope": UuidScope(client="mine")}
     yours: dict[str, Any] = {"modality": "image", "scope": UuidScope(client="yours")}

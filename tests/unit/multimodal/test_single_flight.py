@@ -54,7 +54,7 @@ def executor() -> Any:
 
 
 def get_num_entered(single_flight: SingleFlight[str, Any]) -> int:
-    """How often a caller has begun a flight or joined one."""
+    """Return how often a caller has started a computation or joined one."""
     return single_flight.num_flights + single_flight.num_joined
 
 
@@ -66,7 +66,7 @@ def join(
     num_callers: int,
     **options: Any,
 ) -> list[Future[Any]]:
-    """That many callers, all of them waiting."""
+    """Start that many callers, and return when all of them wait."""
     num_waiting = single_flight.num_waiting
     options = {"timeout_s": SOON_S} | options
     futures = [
@@ -125,7 +125,7 @@ def test_every_waiter_gets_its_own_copy_of_the_error(
     assert len({id(error) for error in errors}) == 3
 
 
-def test_an_error_of_the_start_reaches_all_and_the_next_caller_starts_anew(
+def test_an_error_at_the_start_reaches_all_and_the_next_caller_starts_again(
     single_flight: SingleFlight[str, Any], executor: ThreadPoolExecutor
 ) -> None:
     may_end = threading.Event()
@@ -192,7 +192,7 @@ def test_an_error_is_freed_without_the_garbage_collector(
         gc.enable()
 
 
-def test_a_result_is_forgotten_too(single_flight: SingleFlight[str, Any]) -> None:
+def test_results_are_not_kept(single_flight: SingleFlight[str, Any]) -> None:
     results = [
         single_flight.get("key", lambda number=number: FinishedFlight(number), timeout_s=1.0)
         for number in range(3)
@@ -200,7 +200,7 @@ def test_a_result_is_forgotten_too(single_flight: SingleFlight[str, Any]) -> Non
     assert results == [0, 1, 2]
 
 
-def test_the_computation_goes_on_until_the_last_waiter_has_gone(
+def test_the_computation_continues_until_the_last_waiter_has_left(
     single_flight: SingleFlight[str, Any], executor: ThreadPoolExecutor
 ) -> None:
     starter = Starter()
@@ -222,7 +222,7 @@ def test_the_computation_goes_on_until_the_last_waiter_has_gone(
     assert starter.flights == [flight]
 
 
-def test_a_flight_that_was_given_up_is_joined_by_nobody(
+def test_an_abandoned_computation_is_not_joined(
     single_flight: SingleFlight[str, Any],
 ) -> None:
     class Unstoppable(OpenFlight):
@@ -239,7 +239,7 @@ def test_a_flight_that_was_given_up_is_joined_by_nobody(
     given_up.set_result("too late")
 
 
-def test_one_that_has_waited_long_enough_leaves_the_others(
+def test_a_caller_that_times_out_leaves_the_others_waiting(
     single_flight: SingleFlight[str, Any], executor: ThreadPoolExecutor
 ) -> None:
     starter = Starter()
@@ -250,7 +250,7 @@ def test_one_that_has_waited_long_enough_leaves_the_others(
     assert patient.result(SOON_S) == "late"
 
 
-def test_one_that_is_cancelled_already_starts_nothing(
+def test_a_cancelled_caller_starts_nothing(
     single_flight: SingleFlight[str, Any],
 ) -> None:
     starter = Starter()
@@ -261,7 +261,7 @@ def test_one_that_is_cancelled_already_starts_nothing(
     assert starter.flights == []
 
 
-def test_a_flight_that_someone_else_cancelled_is_started_again(
+def test_a_computation_that_another_caller_cancelled_is_started_again(
     single_flight: SingleFlight[str, Any], executor: ThreadPoolExecutor
 ) -> None:
     starter = Starter()
@@ -274,7 +274,9 @@ def test_a_flight_that_someone_else_cancelled_is_started_again(
     assert len(starter.flights) == 2
 
 
-def test_it_does_not_start_again_for_ever(single_flight: SingleFlight[str, Any]) -> None:
+def test_a_computation_that_is_always_cancelled_is_given_up(
+    single_flight: SingleFlight[str, Any],
+) -> None:
     flights = []
 
     def start() -> OpenFlight:
@@ -287,7 +289,7 @@ def test_it_does_not_start_again_for_ever(single_flight: SingleFlight[str, Any])
     assert len(flights) == 3
 
 
-def test_an_interrupt_in_the_computing_thread_is_not_the_others(
+def test_an_interrupt_of_the_computing_thread_does_not_reach_the_others(
     single_flight: SingleFlight[str, Any], executor: ThreadPoolExecutor
 ) -> None:
     joined = threading.Event()
@@ -349,7 +351,7 @@ def test_a_caller_that_comes_while_the_last_one_leaves_gets_its_result(seed: int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whoever_stays_gets_the_result_of_its_key(seed: int) -> None:
+def test_callers_that_stay_get_the_result_of_their_key(seed: int) -> None:
     """Random callers, keys, failures and departures; flights run in threads of their own."""
     single_flight: SingleFlight[int, int] = SingleFlight()
     running: dict[int, int] = {}

@@ -38,7 +38,7 @@ def test_a_stage_that_failed_has_its_time(clock: SimpleNamespace) -> None:
     assert times.get() == {"decode": 2.0}
 
 
-def test_what_was_taken_does_not_change_afterwards() -> None:
+def test_returned_times_do_not_change_afterwards() -> None:
     times = StageTimes()
     times.add({"fetch": 1.0})
     taken = times.get()

@@ -1,4 +1,4 @@
-"""Mistral's tokenizer reads control tokens as text and knows no offsets: pieces make up for it."""
+"""Texts are tokenised in pieces, as Mistral's tokenizer has no control tokens and no offsets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_control_tokens_are_found_among_text(tokenizer: Any) -> None:
     assert find_token(TEXT.index("[/INST]")) == len(token_ids) - 1
 
 
-def test_a_beginning_is_added_where_there_is_none(tokenizer: Any) -> None:
+def test_a_missing_start_token_is_added(tokenizer: Any) -> None:
     token_ids, find_token = tokenize(tokenizer, TEXT.removeprefix("<s>"))
     assert token_ids == tokenize(tokenizer, TEXT)[0]
     assert find_token(0) == 1

@@ -23,7 +23,7 @@ def test_the_least_recently_used_binding_is_forgotten() -> None:
     assert len(bindings._sources) == 2
 
 
-def test_clients_and_salts_are_apart() -> None:
+def test_clients_and_salts_are_separate() -> None:
     bindings = UuidBindings()
     scopes = [
         UuidScope(client=client, cache_salt=salt)

@@ -23,7 +23,7 @@ HEADER_BOMBS = [
 ]
 
 
-def test_a_picture_costs_what_its_header_says() -> None:
+def test_a_picture_has_an_estimate_from_its_header() -> None:
     small = MediaBytes(write_image(make_pixels(10, 20), "PNG"))
     large = MediaBytes(make_png(8000, 8000))
     small_s = estimate_cost_s("image", small, LIMITS)
@@ -33,7 +33,7 @@ def test_a_picture_costs_what_its_header_says() -> None:
     assert small_s < 0.01 < 0.5 < large_s
 
 
-def test_only_a_decoder_sees_the_work_of_a_video_or_an_audio_file() -> None:
+def test_video_and_audio_have_no_estimate_without_a_decoder() -> None:
     video = MediaBytes(write_video(make_clip(6)))
     assert estimate_cost_s("video", video, LIMITS) is None
     assert estimate_cost_s("audio", video, LIMITS) is None
@@ -41,7 +41,7 @@ def test_only_a_decoder_sees_the_work_of_a_video_or_an_audio_file() -> None:
 
 
 @pytest.mark.parametrize("name", HEADER_BOMBS)
-def test_pictures_of_impossible_sizes_are_refused_before_they_are_a_job(name: str) -> None:
+def test_pictures_of_impossible_sizes_are_refused_before_queueing(name: str) -> None:
     with pytest.raises(RequestError, match="pixels, which is the limit"):
         estimate_cost_s("image", MediaBytes(BOMBS[name][1]()), LIMITS)
 

@@ -53,7 +53,7 @@ def test_a_recipe_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_comes_second_takes_what_the_first_has_made(tmp_path: Path) -> None:
+def test_the_second_process_uses_what_the_first_has_made(tmp_path: Path) -> None:
     def recipe(directory: Path, _: Path) -> None:
         directory.mkdir()
         (tmp_path / "name").mkdir()

@@ -47,11 +47,11 @@ def render(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
     ],
     ids=["strings", "dumps", "pictures first", "counted", "keyed", "strict"],
 )
-def test_media_is_put_in_the_way_that_the_template_knows(source: str, text: str) -> None:
+def test_media_is_rendered_in_the_form_that_the_template_supports(source: str, text: str) -> None:
     assert render(source, QUESTION) == text
 
 
-def test_media_that_a_template_of_parts_does_not_know_becomes_its_marker() -> None:
+def test_media_that_a_template_of_parts_does_not_support_becomes_its_marker() -> None:
     video = {"type": "video", "url": "https://example.com/secret.mp4"}
     text = render(templates.COUNTED, [{"role": "user", "content": [IMAGE, video, "what?"]}])
     assert text.startswith("<|im_start|>user\n<image><video>what?<|im_end|>")
@@ -81,7 +81,7 @@ def test_variables_of_the_template_can_be_set() -> None:
     assert "onePicture 1: <image>two" in text
 
 
-def test_what_a_template_objects_to_is_told_in_its_words() -> None:
+def test_an_objection_of_the_template_is_quoted() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(RequestError, match="refuses this conversation: roles must alternate"):
         render(templates.STRICT, messages)
@@ -109,7 +109,7 @@ def test_a_template_sees_placeholders_and_no_media() -> None:
 
 
 @pytest.mark.parametrize(("source", "role"), [("", "system"), ("{# developer #}", "developer")])
-def test_the_developer_is_the_system_where_the_template_does_not_know_it(
+def test_a_developer_message_becomes_a_system_message_where_unsupported(
     source: str, role: str
 ) -> None:
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": "a"}]
@@ -146,7 +146,7 @@ def test_the_last_message_can_be_continued() -> None:
     assert text.endswith("<|im_start|>assistant\nIt is")
 
 
-def test_a_template_is_asked_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_is_probed_once_per_form(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(templates.COUNTED, markers={"image": "<image>"}, special_tokens={})
     count = 0
     original = ChatTemplate._render

@@ -11,7 +11,7 @@ from sensorium.types.errors import RequestError
 
 
 @pytest.mark.parametrize("template", [3, "", b"{{ messages }}"])
-def test_what_is_no_template_is_refused(template: Any) -> None:
+def test_a_template_that_is_none_is_refused(template: Any) -> None:
     with pytest.raises(RequestError, match="chat_template: must be"):
         load_chat_template(template)
 

@@ -13,7 +13,7 @@ from sensorium.types.errors import RequestError
 
 
 @pytest.mark.parametrize("rate", [16_000, 16_000.0, np.int64(16_000), np.float32(16_000)])
-def test_samples_beside_their_rate_are_one_audio(rate: Any) -> None:
+def test_samples_with_their_rate_are_one_audio_item(rate: Any) -> None:
     audio = (np.zeros(4, dtype=np.float32), rate)
     read = read_prompt({"prompt": "a", "multi_modal_data": {"audio": audio}})
     assert [item.media for item in read.media] == [audio]
@@ -48,7 +48,7 @@ def test_fields_that_are_absent_or_none_have_their_defaults() -> None:
     assert read_prompt(absent) is absent
 
 
-def test_a_rendered_prompt_has_its_media_beside_its_tokens() -> None:
+def test_a_rendered_prompt_has_tokens_and_media() -> None:
     fields: Any = {"mm_hashes": {"image": ["h"]}, "mm_placeholders": {"image": [1]}}
     read = read_prompt({"prompt_token_ids": [1, 2], "is_external": True, **fields, "priority": 3})
     rendered = RenderedMedia(**fields, is_external=True)

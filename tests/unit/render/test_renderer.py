@@ -1,4 +1,4 @@
-"""A conversation becomes a prompt whose markers and items belong together."""
+"""A conversation becomes a prompt with markers that match its items."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_renderer(
         tokenizer=tokenizer,
         modalities=modalities,
         markers={modality: MARKERS[modality] for modality in modalities},
-        beside=None,
+        streaming_audio=None,
     )
     return ChatRenderer(processor)
 
@@ -66,7 +66,7 @@ def test_items_come_in_the_order_of_their_markers() -> None:
     assert [item.path for item in prompt.media] == paths
 
 
-def test_text_alone_brings_no_media() -> None:
+def test_text_without_media_renders_no_items() -> None:
     prompt = make_renderer().render(ask("hello"))
     assert prompt.media == ()
 
@@ -78,7 +78,7 @@ def test_text_alone_brings_no_media() -> None:
         ([image("a"), "see <image>"], r"messages\[0\].content\[1\].text: contains '<image>'"),
     ],
 )
-def test_a_marker_that_somebody_wrote_is_refused(content: Any, path: str) -> None:
+def test_a_marker_in_user_text_is_refused(content: Any, path: str) -> None:
     with pytest.raises(RequestError, match=path):
         make_renderer().render([{"role": "user", "content": content}])
 

@@ -75,7 +75,7 @@ def make_encoder(answer: bytes | Exception, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-def test_an_encoder_that_encodes_otherwise_is_logged_once(
+def test_an_encoder_of_another_model_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = "the encoder has other weights, types, versions or options than the engine"
@@ -94,7 +94,7 @@ def test_an_encoder_that_encodes_otherwise_is_logged_once(
 @pytest.mark.parametrize(
     "answer", [b"nonsense", StopAsyncIteration(), KeyError("a bug")], ids=["nonsense", "end", "bug"]
 )
-def test_an_answer_that_is_none_is_a_lost_encoder(
+def test_an_invalid_answer_counts_as_a_lost_encoder(
     answer: bytes | Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ask_once() -> None:

@@ -143,7 +143,7 @@ def four_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("four_engines")
 def test_media_that_is_only_named_is_looked_for_at_the_other_engines() -> None:
-    """Some know the name, too, but have its media no more. One does not answer."""
+    """Some engines have the hash, but no longer its media. One does not answer."""
 
     def behave(sent: _Sent) -> list[Step]:
         name = sent.pinned or "one"
@@ -159,7 +159,7 @@ def test_media_that_is_only_named_is_looked_for_at_the_other_engines() -> None:
 
 
 @pytest.mark.usefixtures("four_engines")
-def test_media_that_no_other_engine_knows_is_missing() -> None:
+def test_media_that_no_other_engine_has_is_missing() -> None:
     error = MissingMediaError("gone", ("u",))
     handle = _Handle(lambda _: [messages.Accepted("one"), _fail(error)], knows=("one",))
     with pytest.raises(MissingMediaError):
@@ -167,7 +167,7 @@ def test_media_that_no_other_engine_knows_is_missing() -> None:
     assert len(handle.sent) == 1
 
 
-def test_a_call_whose_engine_is_lost_is_repeated_once_elsewhere() -> None:
+def test_a_call_to_a_lost_engine_is_repeated_once_elsewhere() -> None:
     def behave(sent: _Sent) -> list[Step]:
         return [messages.Accepted("two" if sent.avoided else "one"), _LOST]
 
@@ -178,7 +178,7 @@ def test_a_call_whose_engine_is_lost_is_repeated_once_elsewhere() -> None:
     assert all(stream.is_cancelled for stream in handle.streams)
 
 
-def test_what_was_streamed_is_not_repeated() -> None:
+def test_text_that_was_streamed_is_not_repeated() -> None:
     handle = _Handle(lambda _: [messages.Accepted("one"), _PIECE, _LOST])
     with pytest.raises(EngineLostError):
         _run(handle)

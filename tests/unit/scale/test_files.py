@@ -11,7 +11,7 @@ from sensorium.multimodal.single_flight import FinishedFlight, Flight, SingleFli
 from sensorium.scale.replica import _Files, _LackingFileError
 
 
-def test_a_call_that_waits_for_one_without_the_file_can_tell_what_is_lacking() -> None:
+def test_a_call_that_joins_one_without_the_file_reports_the_missing_file() -> None:
     flights: SingleFlight[str, bytes] = SingleFlight()
     looking, has_joined = threading.Event(), threading.Event()
     mine: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a frontend sends is what an engine reads, and nothing but bytes crosses."""
+"""An engine reads what a frontend sends, and only bytes cross."""
 
 from __future__ import annotations
 
@@ -199,20 +199,20 @@ def test_an_unfinished_transcript_crosses_with_its_error() -> None:
     "prompt",
     [EnginePrompt(text="half \ud800"), EnginePrompt(text="x", mm_processor_kwargs={"a": object()})],
 )
-def test_what_can_not_cross_is_refused_in_words(prompt: EnginePrompt) -> None:
+def test_objects_that_can_not_be_sent_are_refused_with_a_reason(prompt: EnginePrompt) -> None:
     wire, _ = messages.write_prompt(prompt)
     call = messages.Generate(prompt=wire, params=SamplingParams(), request_id="r")
     with pytest.raises(RequestError, match="can't be sent to the engine"):
         messages.encode_call(call)
 
 
-def test_a_message_that_is_none_is_not_read() -> None:
+def test_an_invalid_message_is_not_read() -> None:
     for data in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Nothing"})):
         with pytest.raises(msgspec.MsgspecError):
             messages.decode_call(data)
 
 
-def test_names_without_media_are_listed() -> None:
+def test_hashes_without_media_are_listed() -> None:
     prompt = EnginePrompt(
         media=(
             MediaItem(path=(), modality="image", media=None, uuid="a"),
@@ -228,7 +228,7 @@ def test_names_without_media_are_listed() -> None:
     )
 
 
-def test_features_of_an_audio_file_cross_unchanged() -> None:
+def test_features_of_audio_cross_unchanged() -> None:
     features = torch.randn(4, 3)
     sent = messages.encode(messages.write_audio("s", features.T, is_last=True))
     read = messages.decode_append(sent)

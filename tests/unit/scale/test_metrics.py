@@ -38,7 +38,7 @@ def test_counts_are_added_and_shares_are_averaged() -> None:
     assert not [name for name in values.names if name.endswith("_created")]
 
 
-def test_what_processes_share_is_not_added_up() -> None:
+def test_gauges_that_processes_share_are_not_added_up() -> None:
     """Engines on one machine report the contents of the same disk cache."""
 
     def make(level: str, number: int) -> bytes:

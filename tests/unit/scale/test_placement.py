@@ -95,7 +95,7 @@ def test_requests_of_one_key_are_spread_when_there_are_many(number: int) -> None
     assert most <= 2 * (total - most) / (number - 1) + 1
 
 
-def test_one_replica_alone_gets_all_requests() -> None:
+def test_a_single_replica_gets_all_requests() -> None:
     assert Placement(LoadLimits(max_queue=4)).rank("key", {"a": 9}) == ["a"]
 
 

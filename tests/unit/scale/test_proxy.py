@@ -15,7 +15,7 @@ from sensorium.scale.proxy import PATH, ProxyHttpProtocol, ProxyWebSocket, Reque
 from tests.unit.server.http.wire.clockwork import Line
 
 
-def test_a_proxy_has_our_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proxy_of_ray_uses_our_connection_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray makes the configuration of uvicorn like this, after it has called the function."""
     monkeypatch.setitem(HTTP_PROTOCOLS, "auto", HTTP_PROTOCOLS["auto"])
     monkeypatch.setitem(WS_PROTOCOLS, "auto", WS_PROTOCOLS["auto"])

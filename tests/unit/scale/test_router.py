@@ -1,4 +1,4 @@
-"""What the router tells of where it sends calls, to their callers and to the metrics."""
+"""What callers and metrics learn of the engines that the router chooses."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_only_the_first_try_of_a_call_is_counted(avoided: str | None) -> None:
     assert (router._homes.get("call") is not None) == (avoided is None)
 
 
-def test_the_routers_of_two_deployments_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frontend calls engines and encoders. What is said of the latter hides no engine."""
+def test_the_routers_of_two_deployments_are_distinguished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend calls engines and encoders. Figures of encoders hide no engine."""
     monkeypatch.setattr(_Router, "curr_replicas", property(_list_replicas))
     for deployment, names in (("Engine", "ab"), ("Encoder", "c")):
         router = _Router(dict.fromkeys(names, 0), deployment=deployment)
@@ -78,5 +78,5 @@ def _list_replicas(router: _Router) -> list[SimpleNamespace]:
     return [SimpleNamespace(unique_id=name) for name in router._queues]
 
 
-def test_a_router_that_knows_no_engine_chooses_none() -> None:
+def test_a_router_without_engines_chooses_none() -> None:
     assert _choose(_Router({}), routing_key="key", ticket="u") == []

@@ -1,4 +1,4 @@
-"""A sound that goes on ends with an error if its engine takes no more of it."""
+"""Streaming audio ends with an error if its engine takes no more of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sensorium.types.outputs import RequestDelta
 
 
 class _Engine:
-    """Stands for an engine of a cluster, which is being removed after some parts of a sound."""
+    """An engine of a cluster that is removed after some parts of the audio."""
 
     def __init__(self, *, takes: int) -> None:
         self._left = takes
@@ -48,7 +48,7 @@ async def _read_all(link: _AudioLink) -> int:
     return len([delta async for delta in link.get_deltas()])
 
 
-def test_an_audio_file_is_read_to_its_end() -> None:
+def test_streaming_audio_is_read_to_its_end() -> None:
     async def run() -> int:
         link = _link(_Engine(takes=2))
         link.send(None, is_last=False)

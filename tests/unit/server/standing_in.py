@@ -23,6 +23,7 @@ from sensorium.server.http.wire.websocket_protocol import RealtimeProtocol
 from sensorium.server.metrics.metric_set import MetricSet
 from sensorium.server.metrics.realtime import SessionClock
 from sensorium.speech.transcript import SpeechUsage
+from sensorium.types.model_kind import PROMPT_TASKS, Task
 from sensorium.types.outputs import (
     CompletionDelta,
     CompletionOutput,
@@ -310,7 +311,7 @@ class RunningServer:
         return httpx.Client(base_url=self.url, timeout=120, **options)
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """On a connection of its own, and with more patience than httpx has by default."""
+        """Send a request on its own connection, with a longer timeout than that of httpx."""
         return httpx.request(method, f"{self.url}{path}", timeout=120, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -335,6 +336,14 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
 
 
+def _find_tasks(transcriber: Any, live: Any) -> frozenset[Task]:
+    """Return the tasks of a model that chats, and transcribes with this transcriber."""
+    tasks: set[Task] = set(PROMPT_TASKS)
+    if transcriber is not None:
+        tasks |= {"transcription"} | ({"translation"} if transcriber.can_translate else set())
+    return frozenset(tasks | ({"realtime"} if live is not None else set()))
+
+
 @contextmanager
 def serve(
     engine: ScriptedEngine | None = None,
@@ -343,7 +352,7 @@ def serve(
     http: Any = "auto",
     transcriber: Any = None,
     live: Any = None,
-    has_chat: bool = True,
+    tasks: frozenset[Task] | None = None,
     ping_s: float = 20.0,
     ping_timeout_s: float | None = None,  # as often as there are pings
     shutdown_s: int = 60,  # after which sessions are cancelled
@@ -358,7 +367,7 @@ def serve(
         answers=answers,
         transcriber=transcriber,
         live=live,
-        has_chat=has_chat,
+        tasks=_find_tasks(transcriber, live) if tasks is None else tasks,
     )
     config = uvicorn.Config(
         app,
@@ -391,7 +400,7 @@ def serve(
 
 
 def read_events(response: httpx.Response) -> list[str]:
-    """The data of each event."""
+    """Return the data of each event."""
     frames = response.text.split("\n\n")
     assert frames.pop() == ""
     assert all(frame.startswith("data: ") for frame in frames)

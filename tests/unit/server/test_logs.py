@@ -33,7 +33,7 @@ def make_record(message: str, *arguments: object, **more: object) -> logging.Log
     return record
 
 
-def test_a_line_of_text_says_when_who_and_what() -> None:
+def test_a_line_of_text_has_time_process_and_message() -> None:
     line = TextFormatter("core").format(make_record("%d steps", 3))
     assert re.fullmatch(
         r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} INFO    core        a\.b: 3 steps", line
@@ -65,7 +65,9 @@ def test_a_traceback_stays_inside_its_line_of_json() -> None:
 
 
 @pytest.mark.usefixtures("_restored_logging")
-def test_levels_are_ours_and_libraries_stay_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_levels_apply_to_our_loggers_and_libraries_stay_quiet(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     set_up_logging("core", log_format="json", log_level="debug", access_log=True)
     logging.getLogger("sensorium.x").debug("ours")
     logging.getLogger("httpx").info("theirs")
@@ -95,7 +97,7 @@ def test_a_full_disk_costs_lines_and_raises_nothing(log_format: str) -> None:
 
 
 @pytest.mark.usefixtures("_restored_logging")
-def test_a_record_that_makes_no_sense_is_still_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_record_is_still_reported(capsys: pytest.CaptureFixture[str]) -> None:
     set_up_logging("core", log_format="text", log_level="info")
     logging.getLogger("sensorium").info("%d", "no number")
     assert "Logging error" in capsys.readouterr().err

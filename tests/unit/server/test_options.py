@@ -11,7 +11,7 @@ from sensorium.server.options import ServeOptions
 from sensorium.types.errors import RequestError
 
 
-def test_all_of_them_survive_the_way_to_another_process() -> None:
+def test_all_options_survive_the_way_to_another_process() -> None:
     options = ServeOptions(
         loading=LoadingOptions(model="m", revision="v1"),
         served_model_name=("a", "b"),

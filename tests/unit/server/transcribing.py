@@ -1,4 +1,4 @@
-"""A scripted transcriber: it writes down the same three segments of every sound."""
+"""A scripted transcriber: it returns the same three segments for every recording."""
 
 from __future__ import annotations
 

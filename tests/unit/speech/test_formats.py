@@ -117,7 +117,7 @@ def test_subtitles_look_as_they_should() -> None:
     )
 
 
-def test_an_audio_file_without_speech_has_empty_subtitles() -> None:
+def test_audio_without_speech_has_empty_subtitles() -> None:
     assert (as_srt([]), as_vtt([])) == ("", "WEBVTT\n")
     assert as_text(make_transcript()) == "\n"
 

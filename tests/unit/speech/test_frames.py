@@ -1,4 +1,4 @@
-"""Tables of recognisers become tokens, words, segments and times."""
+"""Outputs of CTC/transducer models become tokens, words, segments and times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_table(frames: str, logprob: float = -1.0) -> Any:
 
 
 def transcribe(*frames: str, **options: Any) -> tuple[list[Segment], Transcript]:
-    """Return the segments of a sound with a piece for each string of frames, and its transcript."""
+    """Return segments and transcript of audio with a piece for each string of frames."""
     pieces, start = [], 0
     for each in frames:
         end = start + len(each) * PER_FRAME
@@ -136,7 +136,7 @@ def make_tokens(text: str) -> list[TimedToken]:
         ("a a a", [("a", 0, 0), ("a", 2, 2), ("a", 4, 4)]),
     ],
 )
-def test_words_are_parted_by_spaces(text: str, words: list[tuple[str, int, int]]) -> None:
+def test_words_are_separated_by_spaces(text: str, words: list[tuple[str, int, int]]) -> None:
     whole, found = find_words(make_tokens(text), decode)
     assert whole == text.strip()
     assert [(whole[word.begin : word.end], word.first, word.last) for word in found] == words
@@ -170,7 +170,7 @@ def test_a_segment_ends_at_a_pause_at_a_sentence_and_at_a_piece() -> None:
     assert transcript.segments == tuple(segments)
 
 
-def test_an_audio_file_without_words_has_no_segments() -> None:
+def test_audio_without_words_has_no_segments() -> None:
     segments, transcript = transcribe("____", "  ")
     assert (segments, transcript.text, transcript.duration_s) == ([], "", 0.6)
     assert transcript.language is None

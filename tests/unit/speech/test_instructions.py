@@ -23,7 +23,7 @@ def make_text(model_type: str, **options: Any) -> str:
     return "\n".join(lines)
 
 
-def test_any_model_that_chats_is_asked_plainly() -> None:
+def test_other_chat_models_get_a_plain_instruction() -> None:
     assert make_text("new_model") == (
         "user: (sound) Transcribe the speech in this recording. Write only what is said."
     )
@@ -35,7 +35,7 @@ def test_any_model_that_chats_is_asked_plainly() -> None:
     assert "the French speech" in make_text("new_model", task="translate", language="french")
 
 
-def test_families_have_the_words_of_their_authors() -> None:
+def test_families_have_the_instructions_of_their_authors() -> None:
     assert make_text("audioflamingo3") == "user: Transcribe the input speech. (sound)"
     assert make_text("granite_speech", prompt="Ann, Bob") == (
         "user: (sound) can you transcribe the speech into a written format? Keywords: Ann, Bob"
@@ -64,7 +64,7 @@ def test_families_have_the_words_of_their_authors() -> None:
         ("glmasr", 'He said "Hello."', Reading('He said "Hello."')),
     ],
 )
-def test_what_a_family_writes_around_a_text_is_left_out(
+def test_the_frame_that_a_family_writes_around_a_text_is_removed(
     model_type: str, answer: str, reading: Reading
 ) -> None:
     assert find_instruction(model_type, "any").read(answer) == reading
@@ -79,7 +79,7 @@ def test_what_a_family_writes_around_a_text_is_left_out(
         ("qwen3_asr", {"task": "translate"}, ()),
     ],
 )
-def test_what_a_family_can_not_be_told_is_refused(
+def test_options_that_a_family_does_not_support_are_refused(
     model_type: str, options: dict[str, Any], path: tuple[str, ...]
 ) -> None:
     with pytest.raises(RequestError) as raised:
@@ -87,7 +87,7 @@ def test_what_a_family_can_not_be_told_is_refused(
     assert raised.value.path == path
 
 
-def test_the_embedded_model_knows_english_alone() -> None:
+def test_the_embedded_model_transcribes_only_english() -> None:
     embedded = find_instruction("qwen2_5_omni_thinker", "sensorium-mini-f2f1313a196e09f6")
     assert not embedded.can_translate
     assert embedded.find_language(SpeechOptions(language="English")) == "en"

@@ -1,4 +1,4 @@
-"""Sounds in pieces: where they are cut, and what becomes of the answers."""
+"""Where long audio is cut into pieces, and how their answers are joined."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_noise(seconds: float, *quiet: float) -> Samples:
     return samples
 
 
-def test_a_short_audio_is_one_piece() -> None:
+def test_short_audio_is_one_piece() -> None:
     assert find_cuts(make_noise(30.0), RATE, max_s=30) == [(0, 30_000)]
 
 

@@ -151,7 +151,7 @@ def check(case: Case, tokens: WhisperTokens | None = None) -> ModelAnswer:
 
 @pytest.mark.parametrize("settings", [PLAIN, CARRIED], ids=["plain", "carried"])
 @pytest.mark.parametrize("seed", [0, *mark_slow(1, 2, 3)])
-def test_long_audios_have_the_same_segments(seed: int, settings: WhisperSettings) -> None:
+def test_long_audio_has_the_same_segments(seed: int, settings: WhisperSettings) -> None:
     answer = check(Case(seed=seed, settings=settings))
     assert len(answer.requests) > 3
 
@@ -170,7 +170,7 @@ def test_a_caller_decides_whether_text_is_carried(settings: WhisperSettings) -> 
         assert transcribe(Case(seed=0, settings=settings, options=options))[0].segments == segments
 
 
-def test_a_long_audio_of_an_unknown_language_is_translated_alike() -> None:
+def test_long_audio_of_an_unknown_language_is_translated_alike() -> None:
     options = SpeechOptions(task="translate", prompt=PROMPT)
     check(Case(seed=7, options=options, settings=CARRIED))
 
@@ -220,19 +220,19 @@ def test_prompts_have_the_same_effect(seed: int, settings: WhisperSettings) -> N
     ids=_name,
 )
 @pytest.mark.parametrize("seed", [6, *mark_slow(0)])
-def test_short_audios_have_the_same_segments(seed: int, options: SpeechOptions) -> None:
+def test_short_audio_has_the_same_segments(seed: int, options: SpeechOptions) -> None:
     check(Case(seed=seed, num_frames=SHORT, options=options))
 
 
 @pytest.mark.parametrize("num_frames", [271, 40, 1])
 @pytest.mark.parametrize("options", [SEGMENTS, SpeechOptions(language="en")], ids=_name)
-def test_audios_that_fill_no_window_have_the_same_segments(
+def test_audio_that_fills_no_window_has_the_same_segments(
     options: SpeechOptions, num_frames: int
 ) -> None:
     check(Case(seed=6, num_frames=num_frames, options=options))
 
 
-def test_detected_languages_are_the_same_and_differ_between_audios() -> None:
+def test_detected_languages_are_the_same_and_differ_between_recordings() -> None:
     found = set()
     for seed in range(6):
         case = Case(seed=seed, num_frames=SHORT, options=SpeechOptions())
@@ -316,7 +316,7 @@ def test_times_of_words_are_those_of_tokens(seed: int, num_frames: int) -> None:
     check_words(Case(seed=seed, num_frames=num_frames, options=WORDS))
 
 
-def test_times_of_words_in_padding_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_of_words_in_padding_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_wrong_times(attention: Any, **arguments: Any) -> Any:
         return find_token_times(attention, **{**arguments, "num_positions": NUM_WINDOW_FRAMES})
 
@@ -365,7 +365,7 @@ def _seek_to_second_timestamp(token_ids: Any, **options: Any) -> tuple[list[Piec
 
 
 @pytest.mark.parametrize("wrong", [_seek_past_window, *mark_slow(_seek_to_second_timestamp)])
-def test_a_wrong_rule_for_the_next_window_would_be_seen(
+def test_a_wrong_rule_for_the_next_window_would_be_detected(
     wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whisper, "cut_at_timestamps", wrong)
@@ -382,16 +382,16 @@ def test_a_wrong_rule_for_the_next_window_would_be_seen(
     ],
     ids=str,
 )
-def test_a_wrong_rule_for_tokens_would_be_seen(changes: dict[str, Any]) -> None:
+def test_a_wrong_rule_for_tokens_would_be_detected(changes: dict[str, Any]) -> None:
     assert is_difference_seen(Case(seed=0), changes)
 
 
-def test_a_wrong_rule_for_the_first_token_would_be_seen() -> None:
+def test_a_wrong_rule_for_the_first_token_would_be_detected() -> None:
     case = Case(seed=0, num_frames=SHORT, options=SpeechOptions(language="en"))
     assert is_difference_seen(case, {"bans": TokenBans(sequences=BANS.sequences)})
 
 
-def test_a_wrong_rule_for_what_is_carried_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rule_for_carried_text_would_be_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def remember_all(self: Any, token_ids: tuple[int, ...]) -> None:
         self._previous = (*self._previous, *token_ids)[-self._max_previous :]
 

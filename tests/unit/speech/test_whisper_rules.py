@@ -133,7 +133,7 @@ def test_thresholds_can_be_turned_off() -> None:
     assert transcribe(script, settings=off).segments[0].temperature == 0.0
 
 
-def test_silence_is_dropped_only_if_its_text_is_unlikely_too() -> None:
+def test_silence_is_dropped_only_if_its_text_is_also_unlikely() -> None:
     silent = say(0, " ba", 100, logprob=-1.1, no_speech=0.7)
     likely = say(0, " du", 100, logprob=-0.9, no_speech=0.7)
     script = Script([silent, likely])
@@ -143,7 +143,7 @@ def test_silence_is_dropped_only_if_its_text_is_unlikely_too() -> None:
     assert transcript.segments[0].no_speech_prob == 0.7
 
 
-def test_silence_alone_is_enough_without_a_threshold_for_the_text() -> None:
+def test_without_a_threshold_for_the_text_silence_suffices() -> None:
     script = Script([say(0, " ba", 100, no_speech=0.7)])
     assert transcribe(script, settings=WhisperSettings(min_avg_logprob=None)).text == ""
 
@@ -159,7 +159,7 @@ def test_silence_alone_is_enough_without_a_threshold_for_the_text() -> None:
         (1.5, (1.5,)),
     ],
 )
-def test_the_ladder_begins_at_the_callers_temperature(
+def test_fallback_temperatures_start_at_the_callers(
     given: float | None, expected: tuple[float, ...]
 ) -> None:
     assert list_temperatures(WhisperSettings().temperatures, given) == expected
@@ -168,7 +168,7 @@ def test_the_ladder_begins_at_the_callers_temperature(
     assert tuple(request.temperature for request in script.requests) == expected
 
 
-def test_a_window_is_given_carried_text_unless_that_was_hot() -> None:
+def test_a_window_gets_carried_text_unless_it_was_sampled_hot() -> None:
     first, second = say(0, " ba", 50, 50, " du", 150, 150), say(0, " ki", 150)
     hot = [say(0, " mo", 150, logprob=-2.0)] * 3 + [say(0, " mo", 150)]
     script = Script([first, second, *hot, say(0, " ba", 150), say(0, " du", 150)])
@@ -189,7 +189,7 @@ def test_a_window_is_given_carried_text_unless_that_was_hot() -> None:
     assert prompts[7] == (PREVIOUS, *said[-19:], *begin)
 
 
-def test_long_prompts_are_cut_at_their_beginning() -> None:
+def test_long_prompts_are_cut_at_their_start() -> None:
     script = Script([say(0, " ba", 150)])
     transcript = transcribe(script, options=replace(ENGLISH, prompt="ba" + " du" * 30))
     prompt = script.requests[0].prompt_token_ids
@@ -224,7 +224,7 @@ def test_a_language_that_is_not_given_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("num_frames", [WINDOW, WINDOW + 1])
-def test_only_audios_of_one_window_may_have_no_timestamps(num_frames: int) -> None:
+def test_only_audio_of_one_window_may_have_no_timestamps(num_frames: int) -> None:
     script = Script([say(0, " ba", 150)] * 2)
     transcribe(script, num_frames=num_frames, options=SpeechOptions(language="en"))
     assert (script.requests[0].timestamps is not None) == (num_frames > WINDOW)
@@ -245,7 +245,7 @@ def test_pieces_without_text_are_no_segments() -> None:
     assert [segment.text for segment in transcribe(script).segments] == [" du"]
 
 
-def test_an_audio_file_without_frames_has_no_text() -> None:
+def test_audio_without_frames_has_no_text() -> None:
     transcript = transcribe(Script([]), num_frames=0, options=SpeechOptions())
     assert (transcript.text, transcript.language, transcript.segments) == ("", None, ())
 
@@ -310,7 +310,7 @@ def test_a_text_without_an_end_leaves_room_for_its_alignment() -> None:
     assert len(segment.words) == 36
 
 
-def test_an_answer_without_probabilities_is_a_bug() -> None:
+def test_an_answer_without_probabilities_is_an_invariant_error() -> None:
     with pytest.raises(InvariantError):
         transcribe(Script([replace(say(0, " ba", 9), logprobs=())]))
     with pytest.raises(InvariantError):
@@ -374,7 +374,7 @@ def check_times(segments: tuple[Segment, ...], duration: float) -> None:
     assert seeks == sorted(seeks)
 
 
-# ---- how much work a sound may be
+# ---- how much work a recording may be
 
 # The sizes of OpenAI's models.
 LARGE = replace(TOKENS, vocab_size=51_865, max_positions=448, num_window_frames=3000)
@@ -382,7 +382,7 @@ LARGE = replace(TOKENS, vocab_size=51_865, max_positions=448, num_window_frames=
 
 @dataclass(slots=True)
 class Rambling:
-    """Writes a text into each window that is too unlikely, with a pair of times near its begin."""
+    """Writes a text into each window that is too unlikely, with a pair of times near its start."""
 
     position: int  # of the pair
     most: int = 448  # tokens
@@ -397,7 +397,7 @@ class Rambling:
 @pytest.mark.parametrize("most", [448, 4])
 @pytest.mark.parametrize("temperature", [None, 0.4, 2.0])
 @pytest.mark.parametrize("seconds", [0.2, 1.5, 40.0])
-def test_all_attempts_at_an_audio_file_are_bounded_by_its_length(
+def test_all_attempts_are_bounded_by_the_length_of_the_audio(
     seconds: float, temperature: float | None, most: int
 ) -> None:
     num_frames = round(100 * seconds)
@@ -407,7 +407,7 @@ def test_all_attempts_at_an_audio_file_are_bounded_by_its_length(
     num_tokens = sum(min(most, request.max_tokens) for request in answer.requests)
     assert transcript.usage.num_output_tokens == num_tokens
     num_windows = len({request.first_frame for request in answer.requests})
-    # An attempt may begin within the limit and end behind it, and the rest is heard once more.
+    # An attempt may begin within the limit and end after it, and the rest is decoded once more.
     assert num_tokens + 64 * num_windows <= 6 * (64 + 50 * seconds) + 3 * 448 + 2 * 64
     for request in answer.requests:
         if request.temperature > 0:
@@ -416,7 +416,7 @@ def test_all_attempts_at_an_audio_file_are_bounded_by_its_length(
     assert ends[-1] == num_frames
 
 
-def test_a_fast_speaker_is_heard_with_all_attempts() -> None:
+def test_fast_speech_gets_all_attempts() -> None:
     """Ten minutes have 40 tokens a second, and each text is too unlikely six times."""
     answer = Rambling(position=555)  # 444 tokens in 11.1 s
     transcribe(answer, 60_000, tokens=LARGE)

@@ -46,7 +46,7 @@ def read(text: bytes, language: str | None = "en") -> list[str]:
     return [span.text for span in split_words(token_ids, ByteTokenizer().decode, language)]
 
 
-def test_words_begin_with_spaces_and_keep_their_punctuation() -> None:
+def test_words_start_with_spaces_and_keep_their_punctuation() -> None:
     assert read(b" onetwo, three. one's") == [" onetwo,", " three.", " one's"]
 
 

@@ -1,4 +1,4 @@
-"""A tiny Whisper with random weights that answers windows, beside Transformers' own `generate`.
+"""A tiny Whisper with random weights that answers windows, next to Transformers' `generate`.
 
 The answers come from a plain loop over the model, with Transformers' processors of logits. So a
 difference from `generate` is one of the rules under test.
@@ -38,7 +38,7 @@ BANS = TokenBans(
     sequences=((3,), *((IDS[each],) for each in SPECIALS[1:2] + SPECIALS[5:10])),
     first_token_ids=(*range(0, len(TEXTS), 2), END_ID),
 )
-NUM_POSITIONS = 150  # a window of 3 s, so that a long sound is soon over
+NUM_POSITIONS = 150  # a window of 3 s, so that long audio is soon over
 NUM_WINDOW_FRAMES = 2 * NUM_POSITIONS
 NUM_TIMESTAMPS = NUM_POSITIONS + 1
 VOCAB_SIZE = len(TEXTS) + len(SPECIALS) + NUM_TIMESTAMPS
@@ -120,7 +120,7 @@ def read_tokens(model: Any, **changes: Any) -> WhisperTokens:
 
 
 def make_features(num_frames: int, seed: int = 0) -> torch.Tensor:
-    """Return the spectrogram of a sound that changes slowly: [1, mels, frames]."""
+    """Return the spectrogram of audio that changes slowly: [1, mels, frames]."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(1, NUM_MELS, num_frames // 10 + 2, generator=generator).double()
     smooth = torch.nn.functional.interpolate(coarse, size=num_frames, mode="linear")
@@ -129,7 +129,7 @@ def make_features(num_frames: int, seed: int = 0) -> torch.Tensor:
 
 @dataclass(slots=True)
 class ModelAnswer:
-    """Answers windows of a sound by the model, and keeps what it was asked."""
+    """A model that answers windows of audio, and keeps what it was asked."""
 
     model: Any
     features: torch.Tensor

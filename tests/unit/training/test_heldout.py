@@ -1,4 +1,4 @@
-"""What is written down in the test was not heard inside something else."""
+"""Transcriptions of the test split are no part of any training recording."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from training.card import TASKS
 from training.tasks.mixture import EVALUATION
 
 
-def test_sentences_that_were_heard_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentences_that_training_has_spoken_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[str] = set()
 
     def find_heard(sentences: Collection[str]) -> frozenset[str]:

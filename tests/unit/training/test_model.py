@@ -1,4 +1,4 @@
-"""The forward pass of training, its positions and its conversations, beside the stock model."""
+"""The forward pass of training, its positions and its conversations equal the stock model's."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_logits_are_those_of_the_stock_model(
         seen = model.model.visual(inputs["pixel_values"][None], *picture[1:])
         steps = inputs["pixel_values_videos"].view(video[0], -1, 1176)
         watched = model.model.visual(steps, *video[1:])
-        heard = model.model.audio_tower(inputs["input_features"][:, :, :frames])
-        features = {"<|IMAGE|>": seen, "<|VIDEO|>": watched, "<|AUDIO|>": heard}
+        audio = model.model.audio_tower(inputs["input_features"][:, :, :frames])
+        features = {"<|IMAGE|>": seen, "<|VIDEO|>": watched, "<|AUDIO|>": audio}
         places = [
             (torch.nonzero(tokens.flatten() == tokenizer[0].convert_tokens_to_ids(name))[:, 0], x)
             for name, x in features.items()
@@ -146,11 +146,11 @@ def test_a_conversation_is_the_chat_templates(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["hello", "HELLO", "4071", "$12.50"])
-def test_what_is_read_is_spelled(tokenizer: Any, text: str) -> None:
+def test_text_to_be_read_is_tokenised_by_character(tokenizer: Any, text: str) -> None:
     assert len(tokenizer[0](text).input_ids) == len(text)
 
 
-def test_words_that_are_spoken_are_whole(tokenizer: Any) -> None:
+def test_words_of_questions_are_single_tokens(tokenizer: Any) -> None:
     assert tokenizer[0].tokenize(QUESTION) == ["What", "Ġcolor", "Ġis", "Ġthe", "Ġcircle", "?"]
 
 
@@ -161,7 +161,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
         assert 0.6 < float(values.min()) <= float(values.max()) < 1.3
 
 
-def test_scores() -> None:
+def test_answers_are_scored() -> None:
     assert is_right(" top  left", "Top left.")
     assert not is_right("hello", "HELLO", is_text=True)
     assert count_word_errors("go forward ten ten", "go forward ten meters") == (1, 4)

@@ -82,7 +82,7 @@ def random_canvases(number: int) -> list[Canvas]:
     return canvases
 
 
-def test_names_are_plain_unique_and_none_of_a_shape() -> None:
+def test_names_of_emoji_are_plain_unique_and_no_shapes() -> None:
     assert len(set(EMOJI_NAMES)) == len(EMOJI_NAMES) == len(set(EMOJI_ICONS)) > 300
     assert sum(map(len, EMOJI_GROUPS.values())) == len(EMOJI_NAMES)
     for name in EMOJI_NAMES:
@@ -131,7 +131,7 @@ def test_sprites_stand_where_they_are_put(renderer: Renderer) -> None:
     assert (doubled[1] < 0.5).sum() == 4 * len(drawn)
 
 
-def test_one_unseen_style_stands_for_all(atlas_path: Path, tmp_path: Path) -> None:
+def test_one_unseen_style_replaces_all_others(atlas_path: Path, tmp_path: Path) -> None:
     emoji = np.zeros((2, 1, 96, 96, 4), np.uint8)
     emoji[0], emoji[1] = (0, 0, 255, 255), (255, 0, 255, 255)
     np.savez(tmp_path / "unseen.npz", emoji=emoji)
@@ -192,7 +192,7 @@ def test_whole_batches_and_single_boxes_are_drawn_alike(atlas_path: Path) -> Non
         assert torch.allclose(boxes.render(packed, (84, 112), scale=scale), expected, atol=1e-3)
 
 
-def test_canvases_are_drawn_alike_alone_and_together(renderer: Renderer) -> None:
+def test_canvases_are_drawn_alike_singly_and_in_batches(renderer: Renderer) -> None:
     canvases = random_canvases(8)
     together = renderer.render(pickle.loads(pickle.dumps(pack_canvases(canvases))), (84, 112))
     assert together.min() >= 0

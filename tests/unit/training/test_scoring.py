@@ -18,7 +18,7 @@ def test_case_counts_only_where_a_text_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heard", "errors"),
+    ("transcript", "errors"),
     [
         ("go forward ten meters", 0),
         ("Go forward ten meters.", 0),
@@ -28,8 +28,8 @@ def test_case_counts_only_where_a_text_is_read() -> None:
         ("", 4),
     ],
 )
-def test_word_errors(heard: str, errors: int) -> None:
-    assert count_word_errors(heard, "go forward ten meters") == (errors, 4)
+def test_word_errors(transcript: str, errors: int) -> None:
+    assert count_word_errors(transcript, "go forward ten meters") == (errors, 4)
 
 
 def test_intervals_of_wilson() -> None:
@@ -68,7 +68,7 @@ def test_a_model_card_has_the_first_records_intervals_and_the_others_shares(tmp_
     assert load_cases(tmp_path, tasks=["human*", "speech"]) == expected[1:]
 
 
-def test_words_are_also_counted_apart_for_random_strings() -> None:
+def test_words_are_also_counted_separately_for_random_strings() -> None:
     cases = [
         {"task": "speech", "answer": "go left", "key": "speech/1"},
         {"task": "speech", "answer": "steps garden cows egg", "key": "speech/2"},

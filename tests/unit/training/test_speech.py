@@ -65,7 +65,7 @@ def test_what_training_has_said_inside_others_is_found(monkeypatch: pytest.Monke
     assert heard.find_heard({kept, other}, num_said=200) == {other}
 
 
-def test_sentences_are_told_from_random_strings() -> None:
+def test_sentences_are_distinguished_from_random_strings() -> None:
     generator = random.Random(0)
     for name, (_, make) in sentences.KINDS.items():
         made = {make(generator) for _ in range(100)}
@@ -119,7 +119,7 @@ def test_test_voices_are_never_training_voices() -> None:
 
 
 @needs_espeak
-def test_espeak_knows_every_voice() -> None:
+def test_espeak_has_every_voice() -> None:
     synthesizer = espeak.Espeak(ASSETS / "espeak")  # an unknown variant would be the plain voice
     names = {path.name for path in (ASSETS / "espeak").glob("*/espeak-ng-data/voices/!v/*")}
     assert (set(espeak.VARIANTS) | set(espeak.TEST_VARIANTS)) - {""} <= names
@@ -142,7 +142,7 @@ def test_flite_speaks_with_every_voice_and_slower_when_asked() -> None:
 
 
 @needs_recordings
-def test_what_people_say_is_kept_for_the_test_and_fits_the_vocabulary() -> None:
+def test_human_recordings_are_held_out_and_fit_the_vocabulary() -> None:
     recordings = human_recordings(ASSETS / "recordings")
     assert len(recordings) == 11
     for _, audio, transcript in recordings:
@@ -159,7 +159,7 @@ def test_free_sentences_use_every_word_and_fit_no_pattern() -> None:
     assert {len(sentence.split()) for sentence in free} <= set(range(4, 13))
 
 
-def test_words_that_sound_alike_are_counted_apart() -> None:
+def test_homophones_are_counted_separately() -> None:
     figures = score(["two birds are here", "i know"], ["to birds are there", "eye no"])
     assert (figures["words"], figures["words_wrong"]) == (6, 4)
     assert figures["word_errors_without_sound_alikes"] == pytest.approx(1 / 6, abs=1e-4)

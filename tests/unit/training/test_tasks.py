@@ -124,7 +124,9 @@ def test_every_question_can_be_sent_and_has_a_short_answer(
 
 @pytest.mark.parametrize("size", [(224, 224), (168, 308), (280, 168)])
 @pytest.mark.parametrize("maker", [*SHAPE_MAKERS, emoji.make_emoji_scene])
-def test_things_lie_on_the_canvas_and_apart(maker: mixture.Maker, size: tuple[int, int]) -> None:
+def test_things_lie_on_the_canvas_and_do_not_touch(
+    maker: mixture.Maker, size: tuple[int, int]
+) -> None:
     random = randomness.Random(1)
     kind = "emoji" if maker is emoji.make_emoji_scene else "shape"
     for _ in range(100):
@@ -263,7 +265,7 @@ def test_colors_and_existence_are_those_of_the_canvas(maker: mixture.Maker, spli
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_words_and_numbers_are_kept_apart_and_fit(split: Split) -> None:
+def test_words_and_numbers_are_held_out_by_split_and_fit(split: Split) -> None:
     for maker, key in ((reading.make_words, "word"), (reading.make_digits, "digits")):
         for sample in make(maker, split):
             canvas = sample.picture
@@ -341,7 +343,7 @@ def test_motion_goes_where_the_answer_says(split: Split) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_sums_are_right_and_kept_apart(split: Split) -> None:
+def test_sums_are_right_and_held_out_by_split(split: Split) -> None:
     values = {spoken.number_in_words(number): number for number in range(101)}
     for sample in make(spoken.make_spoken_arithmetic, split):
         said = re.sub(r"^(what is|how much is|tell me what is) ", "", sample.speech or "")
@@ -360,7 +362,7 @@ def test_sums_are_right_and_kept_apart(split: Split) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_what_is_said_alone_is_written_down(split: Split) -> None:
+def test_speech_without_a_question_is_transcribed(split: Split) -> None:
     for sample in make(spoken.make_heard, split):
         assert sample.turns[0].answer == sample.speech
         assert sample.turns[0].question == ""

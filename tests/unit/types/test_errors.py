@@ -38,7 +38,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("duplicate", [copy.copy, lambda error: pickle.loads(pickle.dumps(error))])
-def test_a_copy_has_all_that_the_error_has(error: RequestError, duplicate: object) -> None:
+def test_a_copied_error_keeps_all_its_fields(error: RequestError, duplicate: object) -> None:
     error.outputs = (1,)
     error.path = ("images", 0)
     own = duplicate(error)  # type: ignore[operator]
@@ -50,7 +50,7 @@ def test_a_copy_has_all_that_the_error_has(error: RequestError, duplicate: objec
     assert error.path == ("images", 0)
 
 
-def test_going_down_puts_steps_before_the_path() -> None:
+def test_nested_at_blocks_extend_the_path_of_an_error() -> None:
     with pytest.raises(RequestError) as caught, at("messages", 3), at("content"):
         raise RequestError("odd", path=(1, "image_url"))
     assert caught.value.path == ("messages", 3, "content", 1, "image_url")
@@ -58,7 +58,7 @@ def test_going_down_puts_steps_before_the_path() -> None:
     assert caught.value.message == "odd"
 
 
-def test_other_errors_pass_by_unchanged() -> None:
+def test_other_errors_pass_through_at_unchanged() -> None:
     with pytest.raises(KeyError), at("messages"):
         raise KeyError("odd")
     with pytest.raises(CapacityError, match=r"^full$"), at("messages"):

@@ -18,7 +18,7 @@ masks = st.lists(st.booleans(), min_size=1, max_size=12)
 
 
 def make_features(*ranges: tuple[int, int]) -> list[MultiModalFeatureSpec]:
-    """Items at `[offset, end)`."""
+    """Make features of items at `[offset, end)`."""
     return [
         MultiModalFeatureSpec(
             modality="image",
@@ -102,7 +102,7 @@ def test_ranges_with_different_masks_differ() -> None:
     assert PlaceholderRange(1, 3) != PlaceholderRange(2, 3)
 
 
-def test_what_is_derived_is_not_shown() -> None:
+def test_repr_shows_no_derived_fields() -> None:
     assert repr(PlaceholderRange(1, 2)) == "PlaceholderRange(offset=1, length=2, is_embed=None)"
 
 
@@ -140,7 +140,7 @@ def test_window_holds_the_items_that_overlap_it(
     assert get_mm_features_in_window(features, start, end) == expected
 
 
-def test_no_items_no_window() -> None:
+def test_without_items_the_window_is_empty() -> None:
     assert get_mm_features_in_window([], 0, 10) == (0, 0)
 
 

@@ -14,7 +14,7 @@ def make(cache_salt: str | None, lora_id: str | None) -> EngineCoreRequest:
     )
 
 
-def test_salts_and_adapters_keep_encoder_outputs_apart() -> None:
+def test_salts_and_adapters_separate_encoder_outputs() -> None:
     values = (None, "", "a", "b", "None", "a/b", "'a'", "'a'/'b'")
     suffixes = {make(salt, lora_id).encoder_key_suffix for salt in values for lora_id in values}
     assert len(suffixes) == len(values) ** 2

@@ -66,7 +66,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(
     ],
     ids=str,
 )
-def test_the_ends_of_the_ranges_are_allowed(values: dict[str, Any]) -> None:
+def test_the_bounds_of_each_range_are_allowed(values: dict[str, Any]) -> None:
     SamplingParams(**values)
 
 
@@ -84,18 +84,18 @@ def test_lists_and_mappings_are_copied_and_json_keys_are_token_ids() -> None:
     assert params.bad_words == ("bad",)
 
 
-def test_none_is_no_bias_and_no_bad_words() -> None:
+def test_none_means_no_bias_and_no_bad_words() -> None:
     params = SamplingParams(logit_bias=None, bad_words=None)  # type: ignore[arg-type]
     assert params == SamplingParams()
 
 
-def test_parameters_are_values() -> None:
+def test_parameters_hash_and_pickle_by_value() -> None:
     params = SamplingParams(logit_bias={1: 2.0}, bad_words=["a"], allowed_token_ids=[1])
     assert hash(params) == hash(replace(params))
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def test_the_model_s_defaults_fill_what_is_left_open_and_nothing_else() -> None:
+def test_the_defaults_of_the_model_fill_only_unset_fields() -> None:
     defaults = GenerationDefaults(min_p=0.2, repetition_penalty=1.5)
     resolved = SamplingParams().resolve(defaults, seed=1)
     assert (resolved.min_p, resolved.repetition_penalty) == (0.2, 1.5)
@@ -113,7 +113,7 @@ def test_the_model_s_defaults_fill_what_is_left_open_and_nothing_else() -> None:
         ({"frequency_penalty": 0.1}, True),
     ],
 )
-def test_penalties_that_change_nothing_are_none(values: dict[str, Any], expected: bool) -> None:
+def test_neutral_penalties_count_as_no_penalties(values: dict[str, Any], expected: bool) -> None:
     assert SamplingParams(**values).has_penalties is expected
 
 

@@ -12,7 +12,7 @@ def test_the_least_recently_used_entry_is_dropped_first() -> None:
     assert [cache.get(key) for key in "abc"] == [1, None, 3]
 
 
-def test_entries_are_weighed() -> None:
+def test_entries_are_dropped_by_weight() -> None:
     cache: LruCache[str, int] = LruCache(10, lambda _, value: value)
     for key, weight in (("a", 4), ("b", 4), ("c", 4)):
         cache.put(key, weight)

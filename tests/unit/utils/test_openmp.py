@@ -10,7 +10,7 @@ from sensorium.utils.openmp import get_wait_variables
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
-def test_what_somebody_has_set_stays(name: str) -> None:
+def test_variables_that_are_set_stay(name: str) -> None:
     assert get_wait_variables({name: "1"}) == {}
     assert get_wait_variables({"OMP_NUM_THREADS": "1"}) == {"GOMP_SPINCOUNT": "3000"}
 

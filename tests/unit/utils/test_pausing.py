@@ -12,7 +12,7 @@ import sensorium.utils.pausing as pausing_module
 from sensorium.utils.pausing import Pausing, run_through, when_all_end
 
 
-def test_work_goes_on_after_each_future_that_it_waits_for() -> None:
+def test_paused_work_continues_after_each_awaited_future() -> None:
     futures: list[Future[int]] = [Future(), Future()]
 
     def work() -> Pausing[int]:
@@ -51,7 +51,7 @@ def test_an_interruption_of_the_wait_closes_the_work(monkeypatch: pytest.MonkeyP
     assert ended == ["closed"]
 
 
-def test_all_have_ended_when_the_last_has_however_each_has() -> None:
+def test_all_futures_have_ended_when_the_last_one_has() -> None:
     futures: list[Future[int]] = [Future(), Future(), Future()]
     all_ended = when_all_end(futures)
     futures[1].cancel()

@@ -59,7 +59,7 @@ def test_an_upload_waits_until_the_one_before_it_has_been_copied() -> None:
     buffer = make_buffer(num_words=1 << 20, device="cuda")
     size = 1 << 20
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # the device is busy while the host goes on
+    torch.cuda._sleep(200_000_000)  # the device is busy while the host continues
     first = buffer.upload({"a": np.full(size, 1, dtype=np.int64)})["a"].clone()
     buffer.upload({"a": np.full(size, 2, dtype=np.int64)})
     assert bool((first == 1).all())

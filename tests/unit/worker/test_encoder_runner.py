@@ -77,7 +77,7 @@ def take(key: str, embeds: torch.Tensor, num_embeds: int) -> EncoderJob:
     return EncoderJob(key=key, feature=make_feature(key, 0, num_embeds), item={"embeds": embeds})
 
 
-def test_what_is_encoded_already_is_copied_beside_what_is_not(
+def test_encoded_items_are_copied_next_to_newly_encoded_ones(
     runner: EncoderRunner, hf_model: FakeModel, cache: EncoderCache
 ) -> None:
     given = torch.tensor([[3.0, 4.0]])
@@ -99,7 +99,7 @@ class Store:
         self.saved.append(mm_hash)
 
 
-def test_only_what_was_encoded_here_under_its_own_name_is_kept(runner: EncoderRunner) -> None:
+def test_only_items_encoded_here_under_their_own_hash_are_kept(runner: EncoderRunner) -> None:
     jobs = [job(key, 7.0) for key in "abc"]
     own = [replace(each, feature=replace(each.feature, has_content_hash=True)) for each in jobs]
     came = replace(own[1], item={**own[1].item, ENCODED: torch.zeros(2, 2)})
@@ -110,7 +110,7 @@ def test_only_what_was_encoded_here_under_its_own_name_is_kept(runner: EncoderRu
     assert (runner.num_loaded, runner.num_encoded) == (1, 2)
 
 
-def test_wrong_embeddings_fail_alone(runner: EncoderRunner, cache: EncoderCache) -> None:
+def test_wrong_embeddings_fail_only_their_item(runner: EncoderRunner, cache: EncoderCache) -> None:
     jobs = [take("few", torch.ones(1, 2), 2), take("good", torch.ones(2, 2), 2)]
     jobs.append(take("large", torch.full((2, 2), 1e30).double() * 1e30, 2))
     failed = runner.run(jobs).failed
@@ -134,7 +134,7 @@ def test_nothing_to_encode_runs_nothing(runner: EncoderRunner, hf_model: FakeMod
         (float("inf"), "not finite"),
     ],
 )
-def test_the_bad_item_of_a_batch_fails_alone_with_its_reason(
+def test_only_the_bad_item_of_a_batch_fails_with_its_reason(
     runner: EncoderRunner, cache: EncoderCache, bad: float, reason: str
 ) -> None:
     failed = runner.run([job("a", 1.0), job("bad", bad), job("b", 2.0)]).failed
@@ -156,7 +156,7 @@ def test_a_bad_item_does_not_touch_another_modality(
     assert hf_model.batches.count(("video", [3.0])) == 1
 
 
-def test_items_of_unequal_shape_run_apart_instead_of_padded(
+def test_items_of_unequal_shape_run_separately_without_padding(
     runner: EncoderRunner, hf_model: FakeModel
 ) -> None:
     wide = EncoderJob(

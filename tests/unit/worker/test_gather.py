@@ -27,7 +27,7 @@ def feature_lists(draw: st.DrawFn) -> tuple[MultiModalFeatureSpec, ...]:
 def walk(
     features: tuple[MultiModalFeatureSpec, ...], window_start: int, window_end: int
 ) -> list[tuple[int, int, int]]:
-    """(position, mm_index, which embedding) for each position of the window that has one."""
+    """Yield (position, mm_index, which embedding) for each position of the window with one."""
     found = []
     for mm_index, feature in enumerate(features):
         place = feature.mm_position

@@ -54,7 +54,7 @@ def add(masks: GrammarMasks, *states: RequestState) -> None:
 
 
 def take(masks: GrammarMasks, *states: RequestState) -> StepMasks:
-    """However long it takes."""
+    """Wait until all masks of the step are there."""
     while (taken := masks.take(states)).late_ids:
         pass
     return taken
@@ -89,7 +89,7 @@ def test_masks_follow_the_tokens_to_the_end(masks: GrammarMasks, tokenizer: Any)
     assert masks.consume([(state, c)]).completed_ids == {"r"}
 
 
-def test_a_resumed_request_goes_on_behind_its_tokens(masks: GrammarMasks, tokenizer: Any) -> None:
+def test_a_resumed_request_continues_after_its_tokens(masks: GrammarMasks, tokenizer: Any) -> None:
     a, c = encode(tokenizer, "a")[0], encode(tokenizer, "c")[0]
     state = make("[ab]c", a)
     masks.start(state.request, (a,))  # by a worker that has not seen it
@@ -110,7 +110,9 @@ def test_an_end_is_masked_where_it_is_not_wanted_unless_nothing_else_is_left(
     assert get_allowed(masks, bound) == {EOS}
 
 
-def test_a_grammar_that_fails_fails_alone(masks: GrammarMasks, tokenizer: Any) -> None:
+def test_a_grammar_that_fails_ends_only_its_own_request(
+    masks: GrammarMasks, tokenizer: Any
+) -> None:
     bad, good = make("(", request_id="bad"), make("a", request_id="good")
     add(masks, bad, good)
     taken = take(masks, bad, good)

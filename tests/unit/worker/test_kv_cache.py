@@ -49,7 +49,7 @@ def test_a_sharing_layer_reads_the_memory_of_its_source() -> None:
     assert cache[1].keys.data_ptr() != cache[0].keys.data_ptr()
 
 
-def test_it_starts_zeroed_because_masked_nans_would_still_be_read() -> None:
+def test_the_cache_starts_zeroed_because_masked_nans_would_still_be_read() -> None:
     cache = make_cache(layer(0))
     assert cache[0].keys.abs().max() == 0
     assert cache[0].values.abs().max() == 0

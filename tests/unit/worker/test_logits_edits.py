@@ -73,7 +73,7 @@ def test_suppressed_tokens_are_those_of_transformers() -> None:
     assert edit(logits, make_row(bans)).equal(expected)
 
 
-def test_tokens_that_may_not_begin_are_free_behind_the_beginning() -> None:
+def test_tokens_suppressed_at_the_start_are_allowed_later() -> None:
     bans = TokenBans(first_token_ids=(4, 5))
     request = make_request(PROMPT, bans=bans)
     assert make_state(request).get_sampling_row().banned_token_ids == (4, 5)
@@ -147,7 +147,7 @@ def test_greedy_and_sampled_rows_honour_them(knobs: dict[str, Any], temperature:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.5, "min_p": 0.1}])
-def test_a_row_without_a_token_left_fails_alone_and_says_why(
+def test_a_row_without_an_allowed_token_fails_only_itself_with_the_reason(
     temperature: float, filters: dict[str, Any]
 ) -> None:
     banned = make_row(
@@ -161,7 +161,7 @@ def test_a_row_without_a_token_left_fails_alone_and_says_why(
     assert "not a finite number" in output.failures[2]
 
 
-def test_rows_without_knobs_need_no_edits() -> None:
+def test_rows_without_settings_need_no_edits() -> None:
     request = make_request(PROMPT)
     row = make_state(request).get_sampling_row()
     assert prepare_edits([row, row], VOCAB_SIZE) == {}
@@ -187,7 +187,7 @@ def test_a_mask_leaves_what_it_allows_and_other_rows_as_they_are(vocab_size: int
     assert edited[1, list(kept)].equal(logits[1, list(kept)])
 
 
-def test_a_mask_and_other_bans_that_leave_nothing_fail_that_row_alone() -> None:
+def test_a_mask_and_bans_that_leave_no_token_fail_only_that_row() -> None:
     logits = make_logits(2)
     banned = replace(make_row(allowed_token_ids=(4,)), mask=make_mask(5))
     output = sample(logits, banned, make_row())

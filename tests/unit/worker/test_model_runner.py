@@ -122,7 +122,7 @@ def execute(runner: ModelRunner, plan: SchedulerOutput) -> ModelRunnerOutput:
     return runner.finish(runner.launch(plan))
 
 
-def test_a_request_goes_on_from_the_tokens_it_sampled() -> None:
+def test_a_request_continues_from_the_tokens_it_sampled() -> None:
     runner = make_runner()
     request = make_request((3, 4))
     first = start(runner, [request], [make_scheduled("r", 0, 2, block_ids=((1,),))])
@@ -193,7 +193,7 @@ def test_a_step_says_how_long_it_encoded() -> None:
     assert decoding.encode_s == 0
 
 
-def test_a_step_whose_requests_all_failed_runs_no_model() -> None:
+def test_a_step_with_only_failed_requests_runs_no_model() -> None:
     runner = make_runner(payloads={"bad": {"value": torch.tensor(-1)}})
     request = make_request((1, 1), make_feature("bad", 1, 1))
     scheduled = make_scheduled("r", 0, 2, block_ids=((1,),), encoder_inputs=_encode("bad"))

@@ -49,7 +49,7 @@ def make_row(
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 128])
-def test_each_position_tells_of_the_token_behind_it(
+def test_each_position_scores_the_next_token(
     monkeypatch: pytest.MonkeyPatch, max_rows: int
 ) -> None:
     monkeypatch.setattr(prompt_scorer, "MAX_ROWS", max_rows)
@@ -74,7 +74,7 @@ def test_each_position_tells_of_the_token_behind_it(
     assert max(head.sizes) <= max_rows
 
 
-def test_no_logits_are_made_if_nobody_wants_them() -> None:
+def test_no_logits_are_computed_without_a_request_for_scores() -> None:
     head = PlainHead()
     rows = [make_row("a", (1, 2), (0, 2), None), make_row("b", (1,), (0, 1), 3)]
     assert PromptScorer(head).score(make_hidden(3), rows).read() == {}  # type: ignore[arg-type]

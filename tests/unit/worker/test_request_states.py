@@ -1,4 +1,4 @@
-"""What the worker knows of a request: tokens, positions, slots, encoder keys."""
+"""What the worker keeps of a request: tokens, positions, slots, encoder keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_without_mrope_a_position_is_the_index() -> None:
         (9, 10, [[8]] * 3),
     ],
 )
-def test_with_mrope_tokens_behind_the_prompt_go_on_with_its_delta(
+def test_with_mrope_output_tokens_continue_with_the_delta_of_the_prompt(
     start: int, end: int, expected: list[list[int]]
 ) -> None:
     state = make_state(make_request(PROMPT), mrope=MROPE)
@@ -70,7 +70,7 @@ def test_a_resumed_request_has_the_tokens_that_it_had_made() -> None:
     assert state.num_output_tokens == 3
 
 
-def test_encoder_keys_are_apart_for_each_salt_and_adapter() -> None:
+def test_encoder_keys_differ_for_each_salt_and_adapter() -> None:
     keys = {
         make_state(
             make_request(PROMPT, make_feature("h", 0, 1), cache_salt=salt, lora_id=lora_id)

@@ -163,14 +163,14 @@ def test_a_banned_token_is_never_chosen(params: SamplingParams) -> None:
     assert sample(logits, rows)[1] in (0, 1)
 
 
-def test_a_number_close_to_one_still_meets_a_token_with_weight() -> None:
+def test_a_uniform_close_to_one_still_chooses_a_token_with_weight() -> None:
     with mock.patch.object(drawing, "get_uniforms", return_value=np.array([1 - 2.0**-53, 0.0])):
         assert sample([[-1e9, 0.0, 0.0, -1e9]] * 2, [row(PLAIN)] * 2) == [2, 1]
 
 
 @pytest.mark.parametrize("params", [PLAIN, GREEDY])
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_logits_that_are_no_numbers_give_no_token(params: SamplingParams, broken: float) -> None:
+def test_logits_that_are_not_finite_give_no_token(params: SamplingParams, broken: float) -> None:
     logits = [[0.0, broken, 1.0, 2.0], [0.0, 9.0, 0.0, 0.0], [-math.inf] * 4]
     tokens = sample(logits, [row(params), row(GREEDY), row(params)])
     assert tokens == [None, 1, None]

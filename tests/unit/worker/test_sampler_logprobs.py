@@ -29,7 +29,7 @@ def row(banned: tuple[int, ...] = (), **changes: object) -> SamplingRow:
     return SamplingRow(params=params, num_output_tokens=0, banned_token_ids=banned)
 
 
-def test_they_are_made_only_for_rows_that_want_them() -> None:
+def test_logprobs_are_made_only_for_rows_that_want_them() -> None:
     _, logprobs = sample(row(), row(logprobs=1), row())
     assert [entry is None for entry in logprobs] == [True, False, True]
 
@@ -57,7 +57,7 @@ def test_the_chosen_token_has_its_rank_in_the_unrestricted_distribution(
     assert entry.logprob == pytest.approx(math.log(PROBABILITIES[token_id]), abs=1e-6)
 
 
-def test_temperature_and_filters_do_not_change_them() -> None:
+def test_temperature_and_filters_do_not_change_logprobs() -> None:
     _, (entry,) = sample(row(temperature=0.2, top_k=1, top_p=0.1, logprobs=2))
     assert entry is not None
     assert entry.logprob == pytest.approx(math.log(0.4), abs=1e-6)

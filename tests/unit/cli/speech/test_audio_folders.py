@@ -23,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_audios_below_a_directory_are_found_in_the_order_of_their_names(here: Path) -> None:
+def test_audio_files_below_a_directory_are_found_in_the_order_of_their_names(here: Path) -> None:
     make_files(here, "d/b.wav", "d/a.MP4", "d/x/c.opus", "d/e/f/g.flac", "d/.h.wav", "d/.i/j.wav")
     make_files(here, "other.wav", "elsewhere/k.wav")
     (here / "d" / "link").symlink_to(here / "elsewhere")
@@ -47,13 +47,13 @@ def test_a_pipe_in_a_directory_is_not_waited_for(here: Path) -> None:
     )
 
 
-def test_what_is_named_twice_is_found_once(here: Path) -> None:
+def test_a_file_that_is_named_twice_is_found_once(here: Path) -> None:
     make_files(here, "a.wav", "b.wav")
     found = find_audio_files(["b.wav", ".", "./a.wav", "b.wav"])
     assert found.audios == [AudioFile("b.wav"), AudioFile("./a.wav", folder=".")]
 
 
-def test_what_is_left_out_is_told(here: Path) -> None:
+def test_files_that_are_left_out_are_reported(here: Path) -> None:
     make_files(here, "d/a.wav", "d/1.txt")
     assert find_audio_files(["d"]).notes == [
         "d: 1 file is left out, not named like audio or video: 1.txt"
@@ -63,13 +63,13 @@ def test_what_is_left_out_is_told(here: Path) -> None:
     assert note == "d: 4 files are left out, not named like audio or video: 1.txt, 2.jpg, e/3, ..."
 
 
-def test_a_directory_without_audios_is_a_problem_and_costs_the_others_nothing(here: Path) -> None:
+def test_a_directory_without_audio_is_reported_and_costs_the_others_nothing(here: Path) -> None:
     make_files(here, "empty/notes.txt", "model/config.json", "a.wav")
     found = find_audio_files(["empty", "missing.wav", "a.wav", "model"])
     assert found.audios == [AudioFile("a.wav")]
     assert found.problems == [
-        "empty: the directory has no sounds and no videos",
+        "empty: the directory has no audio and no videos",
         "missing.wav: can't be read: No such file or directory",
-        "model: the directory has no sounds and no videos: a model is named with --model",
+        "model: the directory has no audio and no videos: a model is named with --model",
     ]
     assert found.notes == []

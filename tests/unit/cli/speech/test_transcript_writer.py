@@ -12,7 +12,7 @@ import pytest
 from sensorium import RequestError
 from sensorium.cli.speech.transcript_writer import AudioFile, TranscriptWriter
 
-SOUNDS = [AudioFile("a.wav"), AudioFile("b.wav"), AudioFile("c.wav")]
+AUDIO_FILES = [AudioFile("a.wav"), AudioFile("b.wav"), AudioFile("c.wav")]
 
 
 class Output(io.StringIO):
@@ -35,7 +35,7 @@ def test_later_files_wait_for_earlier_ones(
     output: Output, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with redirect_stdout(output):
-        writer = TranscriptWriter(SOUNDS, "text", None, is_headed=True)
+        writer = TranscriptWriter(AUDIO_FILES, "text", None, is_headed=True)
         line = "\n" if output.isatty() else ""
         writer.add_text(1, " Good")
         writer.add_text(0, " Hello ")
@@ -46,7 +46,7 @@ def test_later_files_wait_for_earlier_ones(
         writer.fail(2, "it is no sound")
         assert output.getvalue() == first
         writer.add_text(0, "world. ")
-        writer.finish(0, "Hello world. Again.\n")  # the end of which no segment had
+        writer.finish(0, "Hello world. Again.\n")  # its end is in no segment
         rest = "world.\nAgain.\n" if output.isatty() else " world. Again.\n"
         second = "Good\nnight.\n" if output.isatty() else "Good night.\n"
         assert output.getvalue() == f"{first}{rest}\n==> b.wav <==\n{second}"
@@ -58,7 +58,7 @@ def test_later_files_wait_for_earlier_ones(
 
 def test_text_before_an_error_ends_with_its_line(output: Output) -> None:
     with redirect_stdout(output):
-        writer = TranscriptWriter(SOUNDS[:2], "text", None, is_headed=True)
+        writer = TranscriptWriter(AUDIO_FILES[:2], "text", None, is_headed=True)
         writer.add_text(0, "Hello")
         writer.fail(0, "it broke")
         writer.finish(1, "Good night.\n")
@@ -67,7 +67,7 @@ def test_text_before_an_error_ends_with_its_line(output: Output) -> None:
 
 def test_other_formats_are_written_whole(output: Output) -> None:
     with redirect_stdout(output):
-        writer = TranscriptWriter(SOUNDS[:1], "srt", None, is_headed=False)
+        writer = TranscriptWriter(AUDIO_FILES[:1], "srt", None, is_headed=False)
         writer.add_text(0, "Hello")
         assert output.getvalue() == ""
         writer.finish(0, "1\n...")
@@ -87,15 +87,15 @@ def test_a_directory_that_can_not_be_made_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         RequestError, match=r"the directory .*file/x can't be made: Not a directory"
     ):
-        TranscriptWriter(SOUNDS, "text", str(tmp_path / "file" / "x"), is_headed=True)
+        TranscriptWriter(AUDIO_FILES, "text", str(tmp_path / "file" / "x"), is_headed=True)
 
 
 def test_a_transcript_that_can_not_be_written_costs_the_others_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "b.txt").mkdir()
-    writer = TranscriptWriter(SOUNDS, "text", str(tmp_path), is_headed=True)
-    for index in range(len(SOUNDS)):
+    writer = TranscriptWriter(AUDIO_FILES, "text", str(tmp_path), is_headed=True)
+    for index in range(len(AUDIO_FILES)):
         writer.finish(index, f"Text {index}.\n")
     assert [(tmp_path / f"{name}.txt").read_text() for name in "ac"] == ["Text 0.\n", "Text 2.\n"]
     assert writer.num_failed == 1
@@ -104,9 +104,9 @@ def test_a_transcript_that_can_not_be_written_costs_the_others_nothing(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_can_not_be_written_to_is_named_before_anything_is_heard(
+def test_an_unwritable_directory_is_named_before_any_transcription(
     tmp_path: Path,
 ) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(RequestError, match="can't be written to: Permission denied"):
-        TranscriptWriter(SOUNDS, "text", str(tmp_path), is_headed=True)
+        TranscriptWriter(AUDIO_FILES, "text", str(tmp_path), is_headed=True)

@@ -39,7 +39,7 @@ class Block(bytearray):
 
 
 class Service:
-    """A stand-in for what encodes. It keeps nothing."""
+    """A stand-in for the encoding service that keeps nothing."""
 
     def __init__(self) -> None:
         self.outputs: list[weakref.ref[Block]] = []

@@ -1,4 +1,4 @@
-"""What an encoder apart keeps of the items that it has encoded."""
+"""What a remote encoder keeps of the items that it has encoded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Towers:
         return FinishedFlight(torch.ones(2, 8))
 
 
-def test_what_is_kept_of_an_item_does_not_keep_its_pixels_in_memory() -> None:
+def test_kept_tensors_of_an_item_do_not_keep_its_pixels_in_memory() -> None:
     backend = Backend()
     service = EncodingService(
         backend,

@@ -16,8 +16,8 @@ from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem, Process
 from tests.support.waiting import wait_until
 
 
-class Adapter:
-    """A stand-in for the encoders of a model."""
+class FakeModel:
+    """A model with encoders that call `before`."""
 
     device = torch.device("cpu")
 
@@ -44,12 +44,12 @@ def make_item(pixels: Pixels) -> ProcessedItem:
     )
 
 
-def make_towers(hf_model: Adapter) -> TowerThread:
+def make_towers(hf_model: FakeModel) -> TowerThread:
     return TowerThread(cast(HfModel, hf_model), max_embeds=8)
 
 
 def test_the_pixels_of_the_last_items_are_gone_while_nothing_is_encoded() -> None:
-    towers = make_towers(Adapter())
+    towers = make_towers(FakeModel())
     pixels = Pixels(4096)
     is_there = weakref.ref(pixels)
     encoded = towers.submit(make_item(pixels))
@@ -64,14 +64,14 @@ def test_the_pixels_of_the_last_items_are_gone_while_nothing_is_encoded() -> Non
     assert towers.close(60)
 
 
-def test_encoders_that_do_not_end_are_left_behind() -> None:
+def test_encoders_that_do_not_end_are_abandoned() -> None:
     may_end, has_begun = threading.Event(), threading.Event()
 
     def wait() -> None:
         has_begun.set()
         may_end.wait(60)
 
-    towers = make_towers(Adapter(wait))
+    towers = make_towers(FakeModel(wait))
     encoded = towers.submit(make_item(Pixels(64)))
     assert has_begun.wait(60)
     assert not towers.close(0.05)

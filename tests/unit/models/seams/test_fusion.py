@@ -87,7 +87,7 @@ def test_siblings_are_one_product(has_bias: bool, monkeypatch: pytest.MonkeyPatc
     )
 
 
-def test_members_with_different_inputs_fall_apart_and_stay_right() -> None:
+def test_members_with_different_inputs_are_split_and_stay_right() -> None:
     module = _Attention()
     x, y = torch.randn(2, 3, 12)
     expected = module(x, y)
@@ -118,7 +118,7 @@ class _Mixed(_Attention):
     [_Mixed(), nn.ModuleDict({"q_proj": nn.Linear(3, 4), "k_proj": nn.Linear(3, 4)})],
     ids=["one has no bias", "one is missing"],
 )
-def test_what_is_not_alike_is_not_joined(module: nn.Module) -> None:
+def test_unlike_modules_are_not_joined(module: nn.Module) -> None:
     assert find_groups(module) == {}
 
 
@@ -191,7 +191,7 @@ class _Parallel(_Layer):
 
 
 class _Doubling(_Layer):
-    """It changes what it was given before attention gets it."""
+    """A module that changes its input before attention gets it."""
 
     def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         doubled = 2.0 if isinstance(scale, float) else None
@@ -200,7 +200,7 @@ class _Doubling(_Layer):
 
 
 class _Scaled(_Layer):
-    """What attention gives counts half."""
+    """A module that halves the output of attention."""
 
     def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         hidden_states = hidden_states + 0.5 * self.attn(self.norm1(hidden_states), scale=scale)
@@ -312,7 +312,7 @@ class _FailingRMSNorm(_GroupRMSNorm):
     ids=["a clamp", "norms of halves", "another shape"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_only_looks_alike_is_not_fused(module: nn.Module, dtype: torch.dtype) -> None:
+def test_modules_that_only_look_alike_are_not_fused(module: nn.Module, dtype: torch.dtype) -> None:
     fusion = fuse(module.to(dtype), CPU)
     assert not fusion.counts["gated layers"]
     assert not fusion.counts["norms"]

@@ -1,4 +1,4 @@
-"""Numbers that the host knows are never read from the device.
+"""Numbers that the host has are never read from the device.
 
 The device of these tests is torch's "meta": its tensors have no content, so that every attempt to
 read one fails.
@@ -46,7 +46,7 @@ COMPUTATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", COMPUTATIONS)
-def test_what_depends_on_known_numbers_alone_is_computed_on_the_host(name: str) -> None:
+def test_functions_of_known_numbers_are_computed_on_the_host(name: str) -> None:
     compute = COMPUTATIONS[name]
     expected = compute(GRIDS.clone(), MASK.clone())
     copies = HostCopies([])
@@ -129,7 +129,7 @@ def test_calls_with_keywords_and_lists_as_indices_are_as_in_torch() -> None:
         assert pixels[[0, 1]].tolist() == pixels.tolist()
 
 
-def test_what_a_function_makes_on_the_device_stays_there() -> None:
+def test_tensors_made_on_the_device_stay_there() -> None:
     copies = HostCopies([])
     grids = make_known(copies, GRIDS)
     with following(copies):
@@ -137,7 +137,7 @@ def test_what_a_function_makes_on_the_device_stays_there() -> None:
     assert made.device == DEVICE
 
 
-def test_what_a_known_mask_selects_is_counted_on_the_host() -> None:
+def test_the_size_of_a_known_mask_is_counted_on_the_host() -> None:
     copies = HostCopies([])
     mask, audio = make_known(copies, MASK), torch.empty(2, 4, 5, device=DEVICE)
     with following(copies):

@@ -21,7 +21,7 @@ class _Gated(nn.Module):
 
 
 class _Normed(_Gated):
-    """What lies in between is looked at as a whole."""
+    """A module with a norm over its inner width."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -32,14 +32,14 @@ class _Normed(_Gated):
 
 
 class _Softmaxed(_Gated):
-    """The same without a parameter: only the comparison can tell."""
+    """A module with a softmax over its inner width, which only the comparison can find."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).softmax(-1))
 
 
 class _Scaled(_Gated):
-    """A norm without a parameter. Zeros would change little of it."""
+    """A module with a norm without parameters, which padding with zeros changes little."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.up(x)
@@ -47,7 +47,7 @@ class _Scaled(_Gated):
 
 
 class _Halved(_Gated):
-    """A width that is written down in the code."""
+    """A module with a width that its code names."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).view(-1, 7, 3).flatten(1))

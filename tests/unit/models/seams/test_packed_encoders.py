@@ -81,7 +81,9 @@ def _count_calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("family", PACKING_FAMILIES)
-def test_an_item_has_the_same_embeddings_alone(load_tiny: LoadTiny, family: str) -> None:
+def test_an_item_has_the_same_embeddings_in_a_batch_of_one(
+    load_tiny: LoadTiny, family: str
+) -> None:
     hf_model = load_tiny(family)
     items, num_embeds = make_items(hf_model)
     with torch.inference_mode():
@@ -124,7 +126,7 @@ def test_towers_without_that_path_keep_their_attention(load_tiny: LoadTiny, fami
     assert all(c._attn_implementation == "sdpa" for c in configs if c is not None)
 
 
-def test_what_comes_without_lengths_is_attended_with_its_mask() -> None:
+def test_attention_without_lengths_uses_its_mask() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Small items whose content follows from their hash."""
+"""Small items with a content that follows from their hash."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .item_building import LAYOUT, is_same, make_item, make_kwargs
 
 
 def use(cache: ProcessorCache, item: ProcessedItem, *, needs_layout: bool = True) -> ItemHandle:
-    """A handle that was released at once."""
+    """Return a handle that is already released."""
     handle = cache.get_and_update_item(item.mm_hash, item, needs_layout=needs_layout)
     assert handle is not None
     cache.release([handle])
@@ -49,14 +49,14 @@ def test_a_hit_has_tensors_and_layout() -> None:
     assert counts(cache) == (2, 1)
 
 
-def test_an_item_given_for_what_is_there_is_a_hit() -> None:
+def test_an_item_given_for_a_cached_one_is_a_hit() -> None:
     cache = ItemTable(1024)
     use(cache, make_item("a"))
     assert use(cache, make_item("a")).is_hit
     assert counts(cache) == (2, 1)
 
 
-def test_asking_changes_neither_order_nor_statistics() -> None:
+def test_is_cached_changes_neither_order_nor_statistics() -> None:
     cache = ItemTable(256)
     use(cache, make_item("a"))
     use(cache, make_item("b"))
@@ -79,7 +79,7 @@ def test_a_use_saves_from_eviction() -> None:
     assert cache.statistics().num_evictions == 1
 
 
-def test_what_a_request_holds_is_not_evicted() -> None:
+def test_an_item_that_a_request_holds_is_not_evicted() -> None:
     cache = ItemTable(256)
     held = cache.get_and_update_item("a", make_item("a"))
     assert held is not None
@@ -118,7 +118,7 @@ def test_an_item_that_finds_everything_pinned_is_served_without_a_warning(
     assert caplog.records == []
 
 
-def test_an_entry_without_a_layout_is_no_hit_for_who_needs_one() -> None:
+def test_an_entry_without_a_layout_is_no_hit_if_one_is_needed() -> None:
     cache = ItemTable(1024)
     use(cache, make_item("a", layout=None), needs_layout=False)
     assert cache.get_and_update_item("a") is None

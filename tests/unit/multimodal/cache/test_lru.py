@@ -46,7 +46,7 @@ def test_no_more_is_evicted_than_the_room_that_is_needed() -> None:
     assert (len(lru), lru.num_bytes) == (2, 30)
 
 
-def test_what_just_fits_evicts_nothing() -> None:
+def test_an_entry_that_just_fits_evicts_nothing() -> None:
     assert add(make_lru("a", "b"), "c") == []
 
 
@@ -65,7 +65,7 @@ def test_a_pinned_entry_is_passed_over() -> None:
     assert add(lru, "d") == ["b"]
 
 
-def test_pinned_bytes_are_no_room() -> None:
+def test_pinned_bytes_do_not_count_as_room() -> None:
     lru = make_lru("a", "b", "c")
     lru.pin(get(lru, "a"))
     assert lru.can_add(20)
@@ -118,7 +118,7 @@ def test_an_entry_that_is_added_again_has_its_pins() -> None:
     assert add(lru, "b", 30) == ["a"]
 
 
-def test_pins_are_not_taken_back_twice() -> None:
+def test_unpinning_twice_is_refused() -> None:
     lru = make_lru("a")
     with pytest.raises(InvariantError):
         lru.unpin(get(lru, "a"))
@@ -130,7 +130,7 @@ def test_a_key_is_not_added_twice() -> None:
         add(lru, "a")
 
 
-def test_a_use_of_what_is_pinned_does_not_make_it_evictable() -> None:
+def test_using_a_pinned_entry_does_not_make_it_evictable() -> None:
     lru = make_lru("a", "b", "c")
     lru.pin(get(lru, "c"))
     use(lru, "c")

@@ -29,7 +29,7 @@ def make_transfer(
 
 
 def make_receiver(*kept: str) -> MirrorReceiver:
-    """With one message applied."""
+    """Return a receiver that has applied one message."""
     receiver = MirrorReceiver(EPOCH)
     assert isinstance(receiver.receive(kept, make_transfer(0, *kept)), dict)
     return receiver
@@ -70,7 +70,7 @@ def test_a_request_keeps_what_is_evicted_after_it() -> None:
     assert receiver.statistics().num_bytes == 0
 
 
-def test_an_item_that_lacks_is_named_and_the_message_is_applied_all_the_same() -> None:
+def test_a_missing_item_is_named_and_the_message_is_still_applied() -> None:
     receiver = make_receiver("a")
     answer = receiver.receive(["a", "x", "b", "x"], make_transfer(1, "b"))
     assert answer == MissingItems(mm_hashes=("x",), epoch=EPOCH, num_applied=2)
@@ -79,7 +79,7 @@ def test_an_item_that_lacks_is_named_and_the_message_is_applied_all_the_same() -
     assert receiver.statistics().num_resends == 1
 
 
-def test_a_foreign_epoch_before_the_first_message_only_learns_the_true_one() -> None:
+def test_a_wrong_epoch_before_the_first_message_is_answered_with_the_right_one() -> None:
     receiver = MirrorReceiver(EPOCH)
     for _ in range(3):
         answer = receiver.receive(["a"], make_transfer(4, "a", epoch=1))
@@ -100,7 +100,7 @@ def test_a_new_leader_finds_an_empty_cache_after_one_answer() -> None:
 
 
 @pytest.mark.parametrize("sequence", [0, 2], ids=["twice", "lost"])
-def test_a_message_out_of_order_begins_one_new_epoch(sequence: int) -> None:
+def test_a_message_out_of_order_starts_one_new_epoch(sequence: int) -> None:
     receiver = make_receiver("a")
     answers = [receiver.receive(["a"], make_transfer(sequence + n)) for n in range(3)]
     assert answers[0] == MissingItems(mm_hashes=("a",), epoch=receiver.epoch)

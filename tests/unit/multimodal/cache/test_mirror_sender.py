@@ -35,7 +35,7 @@ def render(sender: MirrorSender, *mm_hashes: str, num_bytes: int = 128) -> list[
 
 
 def send(sender: MirrorSender, *mm_hashes: str) -> Transfer:
-    """A request from its rendering to its release."""
+    """Run a request from its rendering to its release."""
     handles = render(sender, *mm_hashes)
     transfer = sender.make_transfer(handles)
     sender.release(handles)
@@ -107,7 +107,7 @@ def test_a_sent_item_has_its_layout_and_no_tensors_here() -> None:
     assert hit.num_bytes == 128
 
 
-def test_a_staged_item_that_is_evicted_is_freed_and_the_core_hears_nothing() -> None:
+def test_an_evicted_staged_item_is_freed_without_a_message_to_the_core() -> None:
     sender = make_sender(capacity_bytes=128)
     item = make_item("a")
     tensor = weakref.ref(item.kwargs["pixels"])
@@ -152,7 +152,7 @@ def test_an_evicted_item_that_comes_back_is_evicted_and_inserted_in_one_message(
     assert get_kept_sizes(receiver) == get_sent_sizes(sender) == {"a": 128}
 
 
-def test_what_a_request_holds_is_not_evicted_by_its_own_items() -> None:
+def test_items_of_a_request_do_not_evict_each_other() -> None:
     sender = make_sender("a", "b")
     handles = render(sender, "a", "b", "c")
     transfer = sender.make_transfer(handles)
@@ -307,7 +307,7 @@ def test_an_item_that_the_core_should_have_but_lacks_is_forgotten_and_evicted() 
     assert evictions_of(sender.make_transfer(())) == ("a",)
 
 
-def test_an_answer_from_before_an_item_was_sent_says_nothing_of_it() -> None:
+def test_an_answer_older_than_an_item_does_not_make_it_missing() -> None:
     sender = make_sender("a")
     sender.handle_missing(MissingItems(mm_hashes=("a",), epoch=EPOCH, num_applied=0))
     assert sender.is_cached("a")

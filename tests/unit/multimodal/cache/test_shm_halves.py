@@ -33,7 +33,7 @@ def make_item(
 
 @pytest.fixture
 def stores() -> Iterator[list[ShmStore]]:
-    """Of a frontend, a core and a pool process."""
+    """The stores of a frontend, a core and a pool process."""
     first = ShmStore.create(capacity_bytes=CAPACITY, max_object_bytes=CAPACITY)
     stores = [first, ShmStore.attach(first.fd), ShmStore.attach(first.fd)]
     yield stores
@@ -131,7 +131,7 @@ def test_entry_without_a_layout_takes_over_the_layout_of_the_item(
     assert sender.statistics().num_items == 1
 
 
-def test_layout_is_served_even_where_no_room_is_left_to_keep_it(
+def test_a_layout_is_served_although_the_store_is_full(
     stores: list[ShmStore], sender: ShmSender
 ) -> None:
     handles = [get(sender, make_item(name, layout=None)) for name in "abcd"]
@@ -189,7 +189,7 @@ def test_reference_of_another_item_is_not_taken_for_the_one_named(
     assert get_leaseholders(stores) == [0]
 
 
-def test_what_the_core_could_not_find_is_sent_by_value(sender: ShmSender) -> None:
+def test_items_that_the_core_could_not_find_are_sent_by_value(sender: ShmSender) -> None:
     item = make_item("a")
     handles = [get(sender, item)]
     sender.handle_missing(MissingItems(mm_hashes=("a",), epoch=0))

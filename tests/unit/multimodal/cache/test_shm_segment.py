@@ -1,4 +1,4 @@
-"""Shared memory whose mutex and memberships are the kernel's."""
+"""Shared memory with a mutex and memberships of the kernel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_one_instance_writes_the_other_reads() -> None:
     close(first, second)
 
 
-def test_memory_outlives_the_one_who_made_it() -> None:
+def test_memory_outlives_its_creator() -> None:
     first = create(4096)
     first.buffer[0:1] = b"x"
     second = ShmSegment.attach(first.fd)
@@ -102,7 +102,7 @@ def test_a_reservation_that_fails_later_changes_nothing(monkeypatch: pytest.Monk
     close(segment)
 
 
-def test_mutex_keeps_instances_and_threads_apart() -> None:
+def test_the_mutex_excludes_other_instances_and_threads() -> None:
     first = create(4096)
     second = ShmSegment.attach(first.fd)
     entered = threading.Event()

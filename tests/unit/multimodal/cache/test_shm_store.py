@@ -93,7 +93,7 @@ def test_another_instance_reads_what_was_put_without_a_copy(
     assert opened["grid"].data_ptr() == other.open(reference)["grid"].data_ptr()
 
 
-def test_what_is_there_is_leased_and_not_stored_again(store: ShmStore, other: ShmStore) -> None:
+def test_a_stored_item_is_leased_and_not_stored_again(store: ShmStore, other: ShmStore) -> None:
     reference = put(store, make_item("a", fill=1))
     assert put(other, make_item("a", fill=2)) == reference
     assert other.open(reference)["pixel_values"][0] == 1
@@ -169,7 +169,7 @@ def test_slots_run_out_before_memory() -> None:
         assert store.is_cached(make_hash("1"))
 
 
-def test_references_of_an_earlier_item_are_recognised(store: ShmStore, other: ShmStore) -> None:
+def test_stale_references_are_not_leased(store: ShmStore, other: ShmStore) -> None:
     reference = put(store, make_item("a"))
     store.release(reference)
     store.clear_cache()
@@ -232,7 +232,7 @@ def test_of_two_writers_the_faster_one_wins(
     assert list(store._index.get_members()) == [other._member]
 
 
-def test_item_whose_copy_fails_leaves_nothing(
+def test_an_item_that_fails_to_copy_leaves_nothing(
     store: ShmStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -266,14 +266,14 @@ def test_item_with_a_layout_replaces_one_without(store: ShmStore, other: ShmStor
     assert store.statistics().num_items == 1
 
 
-def test_strings_that_look_alike_have_keys_of_their_own(store: ShmStore) -> None:
+def test_strings_that_look_alike_have_distinct_keys(store: ShmStore) -> None:
     digest = make_hash("a")
     put(store, make_item("a"))
     for mm_hash in (digest.upper(), digest + "\n", digest[:-1], ""):
         assert not store.is_cached(mm_hash)
 
 
-def test_a_lease_lasts_for_as_many_releases_as_it_was_taken(
+def test_a_lease_lasts_until_it_is_released_as_often_as_taken(
     store: ShmStore, other: ShmStore
 ) -> None:
     reference = put(store, make_item("a"))
@@ -417,7 +417,7 @@ def test_a_default_cache_takes_little_memory_before_it_has_items() -> None:
         each.close()
 
 
-def test_memory_is_reserved_as_the_cache_fills_by_whichever_process(growing: ShmStore) -> None:
+def test_any_process_reserves_memory_as_the_cache_fills(growing: ShmStore) -> None:
     assert get_num_extents(growing) == 0
     with closing(ShmStore.attach(growing.fd)) as other:
         put_large(growing, "ab")

@@ -40,13 +40,13 @@ def test_every_request_brings_its_tensors() -> None:
     assert sender.statistics() == receiver.statistics() == CacheStatistics()
 
 
-def test_what_did_not_come_is_missing() -> None:
+def test_items_without_a_payload_are_missing() -> None:
     transfer = Transfer(payloads={"a": make_kwargs("a")})
     missing = MirrorReceiver(epoch=5).receive(["a", "b", "b"], transfer)
     assert missing == MissingItems(mm_hashes=("b",), epoch=5)
 
 
-def test_a_reference_to_shared_memory_is_a_bug() -> None:
+def test_a_reference_to_shared_memory_is_an_invariant_error() -> None:
     transfer = Transfer(payloads={"a": ShmReference(slot=0, generation=0)})
     with pytest.raises(InvariantError):
         MirrorReceiver().receive(["a"], transfer)

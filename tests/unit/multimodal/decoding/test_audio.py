@@ -1,4 +1,4 @@
-"""Encoded sounds to mono samples at the model's rate."""
+"""Encoded audio becomes mono samples at the model's rate."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_kind_of_file_is_decoded() -> None:
 
 @pytest.mark.parametrize("kind", ["flac", "mp3", "ogg vorbis"])
 def test_samples_are_those_of_the_usual_reader(kind: str) -> None:
-    """libsndfile, by which Transformers loads sounds."""
+    """Transformers loads audio with libsndfile."""
     data = make_audios()[kind]
     read, _ = soundfile.read(io.BytesIO(data), dtype="float32")
     decoded = decode(data)
@@ -104,7 +104,7 @@ def test_the_end_of_an_ogg_file_is_trimmed_only_if_it_is_the_end() -> None:
         np.testing.assert_array_equal(trimmed, np.concatenate(pieces)[:expected])
 
 
-def test_the_audio_of_a_video_is_heard_and_a_silent_one_refused() -> None:
+def test_the_audio_of_a_video_is_decoded_and_a_video_without_audio_refused() -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         pictures = container.add_stream("mpeg4", rate=10)
@@ -137,7 +137,7 @@ def test_samples_that_are_no_numbers_are_refused(value: float) -> None:
         decode(write_audio(np.full(400, 1e300), "WAV", "DOUBLE"))
 
 
-def test_an_empty_audio_is_refused() -> None:
+def test_empty_audio_is_refused() -> None:
     with pytest.raises(RequestError, match="empty"):
         decode(write_audio(np.zeros(0, dtype=np.float32), "WAV", "PCM_16"))
 
@@ -148,13 +148,13 @@ def test_rates_that_no_audio_has_are_refused(rate: int) -> None:
         decode(write_audio(MELODY, "WAV", "PCM_16", rate=rate))
 
 
-def test_a_long_audio_is_refused_by_its_header() -> None:
+def test_long_audio_is_refused_by_its_header() -> None:
     for data in make_audios().values():
         with pytest.raises(RequestError, match=r"longer than 0\.01 seconds"):
             decode(data, limits=MediaLimits(max_duration_s=0.01))
 
 
-def test_an_audio_file_that_is_longer_than_it_says_is_refused_on_the_way() -> None:
+def test_a_file_longer_than_its_header_says_is_refused_while_decoding() -> None:
     data = bytearray(write_audio(make_melody(64_000), "FLAC", "PCM_16"))
     # STREAMINFO begins after "fLaC" and its block's header; the lower 32 bits of the number of
     # samples stand at its bytes 14 to 17, 0 meaning unknown.
@@ -167,7 +167,7 @@ def test_an_audio_file_that_is_longer_than_it_says_is_refused_on_the_way() -> No
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"RIFF", make_images()["png"]])
 def test_what_is_no_audio_is_refused(data: bytes) -> None:
-    with pytest.raises(RequestError, match="can't be opened as a sound: its format is not"):
+    with pytest.raises(RequestError, match="can't be opened as audio: its format is not"):
         decode(data)
 
 
@@ -182,6 +182,6 @@ def test_files_that_name_other_files_are_not_followed(tmp_path: Path) -> None:
         f"<Representation><BaseURL>{target}</BaseURL></Representation></AdaptationSet></Period></MPD>",
     ]
     for playlist in playlists:
-        with pytest.raises(RequestError, match=r"can't be (opened|decoded) as a sound") as caught:
+        with pytest.raises(RequestError, match=r"can't be (opened|decoded) as audio") as caught:
             decode(playlist.encode())
         assert "secret" not in str(caught.value)

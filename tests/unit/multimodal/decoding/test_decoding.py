@@ -121,7 +121,7 @@ def test_each_modality_has_its_decoder() -> None:
     assert metadata["frames_indices"] == [1, 2]
 
 
-def test_what_the_model_needs_must_be_said() -> None:
+def test_decoding_without_the_needs_of_the_model_is_an_invariant_error() -> None:
     for modality in ("audio", "video"):
         with pytest.raises(InvariantError, match="without a sampling rate or a frame chooser"):
             decode(modality, b"", resolve_decode_options(modality, None), limits=LIMITS)

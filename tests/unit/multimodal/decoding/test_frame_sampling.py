@@ -81,9 +81,9 @@ def assert_is_as_their_own_sampling(
     frames, metadata = decode_video(CLIP, choose_frames=choose, limits=LIMITS)
     assert 1 < len(frames) < 40
     everything, whole = decode_video(CLIP, choose_frames=lambda _: range(40), limits=LIMITS)
-    # A rate that the request asks for is told: Qwen 2.5 Omni's positions depend on it.
-    told = {name: value for name, value in asked.items() if name == "fps"}
-    ours = call(processor, frames, metadata, do_sample_frames=False, **told)
+    # A requested rate reaches the model: Qwen 2.5 Omni's positions depend on it.
+    passed = {name: value for name, value in asked.items() if name == "fps"}
+    ours = call(processor, frames, metadata, do_sample_frames=False, **passed)
     theirs = call(processor, everything, whole, do_sample_frames=True, **expected)
     assert_equal(ours, theirs)
 
@@ -107,7 +107,7 @@ def test_a_processor_that_samples_nothing_gets_a_bounded_number_of_frames(
 def test_a_rate_that_is_asked_for_is_what_the_processor_makes_of_it(
     load: Callable[[str], Any], model: str
 ) -> None:
-    # Gemma 4 has a number of its own, and can't have a rate beside it.
+    # Gemma 4 has a number of its own, and can't have a rate in addition.
     expected = {"num_frames": 10} if model == "gemma4" else {"fps": 2.0}
     assert_is_as_their_own_sampling(load(model), {"fps": 2.0}, expected)
 
@@ -119,7 +119,7 @@ def test_a_number_that_is_asked_for_is_what_the_processor_makes_of_it(
     assert_is_as_their_own_sampling(load(model), {"num_frames": 4}, {"num_frames": 4})
 
 
-def test_a_number_is_heeded_also_where_the_processor_samples_by_rate(
+def test_a_requested_number_of_frames_holds_also_for_processors_that_sample_by_rate(
     load: Callable[[str], Any],
 ) -> None:
     choose = make_frame_chooser(load("glm4v").video_processor, {"num_frames": 4})
@@ -131,7 +131,7 @@ def test_a_number_is_heeded_also_where_the_processor_samples_by_rate(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("total_num_frames", [1, 2, 3, 5, 31])
 @pytest.mark.parametrize("asked", [{}, {"num_frames": 32}, {"fps": 50.0}, {"fps": 0.01}])
-def test_short_clips_and_odd_wishes_give_frames_that_there_are(
+def test_short_clips_and_odd_requests_give_existing_frames(
     load: Callable[[str], Any], model: str, total_num_frames: int, asked: dict[str, Any]
 ) -> None:
     choose = make_frame_chooser(load(model).video_processor, asked)
@@ -143,7 +143,7 @@ def test_short_clips_and_odd_wishes_give_frames_that_there_are(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_enormous_wishes_cost_nothing(load: Callable[[str], Any], model: str) -> None:
+def test_enormous_requested_numbers_cost_nothing(load: Callable[[str], Any], model: str) -> None:
     for asked in ({"fps": 1e300}, {"num_frames": 10**15}):
         choose = make_frame_chooser(load(model).video_processor, asked)
         assert len(choose(make_metadata(100))) <= 101

@@ -34,7 +34,7 @@ def test_both_byte_orders_of_tiff_are_read() -> None:
     assert read_header_size(b"MM\0*\0\0\0\x08" + tags) == (70, 80)
 
 
-def test_what_a_bomb_claims_is_what_is_read() -> None:
+def test_the_size_that_a_decompression_bomb_claims_is_read() -> None:
     assert read_header_size(make_png(1, 100_000_000)) == (1, 100_000_000)
     assert read_header_size(make_tiff()) == (LARGE, LARGE)
     assert read_header_size(make_bmp()) == (LARGE, LARGE)
@@ -55,7 +55,7 @@ def test_a_jpeg_of_endless_segments_is_given_up() -> None:
     assert read_header_size(data) is None
 
 
-def test_what_is_cut_damaged_or_no_image_is_no_error() -> None:
+def test_cut_or_damaged_headers_raise_no_error() -> None:
     generator = random.Random(5)
     for data in FILES.values():
         for length in range(64):

@@ -49,7 +49,7 @@ def test_every_kind_of_file_is_decoded() -> None:
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 def test_images_are_turned_as_their_exif_data_says(kind: str, orientation: int) -> None:
-    """A red stripe at the top and a green one at the left tell the eight ways apart."""
+    """A red stripe at the top and a green one at the left distinguish the eight orientations."""
     upright = np.zeros((24, 40, 3), dtype=np.uint8)
     upright[:, :8] = GREEN
     upright[:8] = RED
@@ -181,14 +181,14 @@ def test_other_colour_modes_become_the_colours_that_they_show(mode: str, kind: s
 
 
 @pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
-def test_of_an_animation_the_first_frame_is_seen(kind: str) -> None:
+def test_the_first_frame_of_an_animation_is_decoded(kind: str) -> None:
     frames = [Image.new("RGB", (16, 16), colour) for colour in (RED, GREEN)]
     options = {"lossless": True} if kind == "WEBP" else {}
     data = write_image(frames[0], kind, save_all=True, append_images=frames[1:], **options)
     assert decode(data)[8, 8].tolist() == list(RED)
 
 
-def test_of_a_pair_of_pictures_in_one_file_the_first_is_seen() -> None:
+def test_the_first_picture_of_a_file_with_two_is_decoded() -> None:
     """As many phones write them."""
     images = [Image.new("RGB", (16, 16), colour) for colour in (RED, GREEN)]
     data = write_image(images[0], "MPO", save_all=True, append_images=images[1:])
@@ -221,7 +221,7 @@ def test_other_formats_are_refused_by_name_of_those_that_are_read(data: bytes) -
         decode(data)
 
 
-def test_the_limit_counts_and_not_that_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_pixel_limit_counts_and_not_that_of_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_image(PIXELS, "PNG")
     num_pixels = PIXELS.shape[0] * PIXELS.shape[1]
     decode_image(data, limits=MediaLimits(max_pixels=num_pixels))
@@ -231,7 +231,7 @@ def test_the_limit_counts_and_not_that_of_the_library(monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(decode(data), PIXELS)
 
 
-def test_notes_that_unpack_to_much_are_refused() -> None:
+def test_text_chunks_that_unpack_to_too_much_are_refused() -> None:
     bomb = zlib.compress(bytes(100_000_000))
     for name, content in [
         (b"zTXt", b"note\0\0" + bomb),
@@ -241,7 +241,7 @@ def test_notes_that_unpack_to_much_are_refused() -> None:
             decode(make_png(4, 4, (name, content)))
 
 
-def test_messages_say_nothing_of_the_library() -> None:
+def test_messages_do_not_mention_the_library() -> None:
     for data in (make_images()["png"][:50], make_images()["tiff lzw"][:100], b"\x89PNG\r\n\x1a\n"):
         with pytest.raises(RequestError) as caught:
             decode(data)

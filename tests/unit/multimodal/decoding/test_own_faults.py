@@ -35,11 +35,11 @@ from tests.support.media import (
 
 LIMITS = MediaLimits()
 PICTURE = write_image(make_pixels(), "PNG")
-SOUND = write_audio(make_melody(4000), "WAV", "PCM_16")
+AUDIO = write_audio(make_melody(4000), "WAV", "PCM_16")
 VIDEO = write_video(make_clip())
 
 
-def decode_wav(data: bytes = SOUND, rate: int = RATE) -> Any:
+def decode_wav(data: bytes = AUDIO, rate: int = RATE) -> Any:
     return decode_audio(data, sampling_rate=rate, limits=LIMITS)
 
 
@@ -88,7 +88,7 @@ def test_a_title_that_is_not_utf_8_is_no_damage() -> None:
     entry = b"INAM" + struct.pack("<I", len(title)) + title + bytes(len(title) % 2)
     notes = b"LIST" + struct.pack("<I", len(entry) + 4) + b"INFO" + entry
     # The notes go behind the format, which ends at byte 36 of a plain WAV file.
-    data = SOUND[:36] + notes + SOUND[36:]
+    data = AUDIO[:36] + notes + AUDIO[36:]
     data = data[:4] + struct.pack("<I", len(data) - 8) + data[8:]
     with av.open(io.BytesIO(data), **_get_lenient_options()) as container:
         assert "caf" in container.metadata["title"]
@@ -103,7 +103,7 @@ def _get_lenient_options() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "decode",
     [decode_wav, decode_clip],
-    ids=["sound", "video"],
+    ids=["audio", "video"],
 )
 def test_a_wrong_call_of_pyav_is_not_a_damaged_file(
     monkeypatch: pytest.MonkeyPatch, decode: Callable[[], Any]
@@ -145,8 +145,8 @@ def test_a_wrong_call_for_the_orientation_is_not_a_damaged_note(
 
 def test_a_codec_without_a_decoder_is_refused() -> None:
     """Its stream has no codec context, on which we would stumble."""
-    format_tag = SOUND.index(b"fmt ") + 8
-    audio = SOUND[:format_tag] + b"\x34\x12" + SOUND[format_tag + 2 :]
+    format_tag = AUDIO.index(b"fmt ") + 8
+    audio = AUDIO[:format_tag] + b"\x34\x12" + AUDIO[format_tag + 2 :]
     with pytest.raises(RequestError, match="no decoder for the codec"):
         decode_wav(audio)
     with pytest.raises(RequestError, match="no decoder for the codec"):
@@ -164,7 +164,7 @@ def test_a_duration_without_a_unit_is_not_counted(time_base: AVRational | None) 
         check_duration(container, stream, 1.0)
 
 
-def test_a_turn_that_is_no_number_leaves_frames_as_they_are() -> None:
+def test_a_rotation_matrix_without_an_angle_leaves_frames_unchanged() -> None:
     """A matrix that flattens frames has no angle."""
     start = VIDEO.index(b"tkhd") + 4 + 40  # its matrix, in version 0 of this box
     identity = struct.pack(">9i", 1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)

@@ -68,7 +68,7 @@ def test_every_kind_of_file_is_decoded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG"])
-def test_animated_images_are_clips_too(kind: str) -> None:
+def test_animated_images_can_be_decoded_as_clips(kind: str) -> None:
     images = [Image.fromarray(pixels) for pixels in make_clip(4)]
     data = write_image(images[0], kind, save_all=True, append_images=images[1:], duration=100)
     frames, metadata = decode(data)
@@ -114,7 +114,7 @@ def test_decoding_stops_after_the_last_chosen_frame(monkeypatch: pytest.MonkeyPa
     assert len(converted) == 2
 
 
-def test_odd_rates_are_told_as_they_are() -> None:
+def test_fractional_frame_rates_are_kept() -> None:
     _, metadata = decode(write_video(make_clip(6), fps=Fraction(30_000, 1001)))
     assert metadata["fps"] == pytest.approx(29.97, abs=0.01)
     assert metadata["duration"] == pytest.approx(6 / 29.97, abs=0.001)
@@ -203,20 +203,20 @@ def test_a_clip_may_change_its_size_on_its_way() -> None:
         (MediaLimits(max_duration_s=0.59), "longer than 0.59 seconds"),
     ],
 )
-def test_limits_hold(limits: MediaLimits, message: str) -> None:
+def test_clips_over_a_limit_are_refused(limits: MediaLimits, message: str) -> None:
     for kind in ("mp4 h264", "webm vp8", "gif"):
         with pytest.raises(RequestError, match=message):
             decode(make_videos()[kind], limits=limits)
 
 
-def test_limits_count_what_is_kept_and_not_what_there_is() -> None:
+def test_limits_count_the_chosen_frames_only() -> None:
     limits = MediaLimits(max_frames=2, max_video_pixels=2 * 32 * 48, max_pixels=32 * 48)
     frames, _ = decode(make_videos()["mp4 h264"], lambda _: [1, 5], limits=limits)
     assert_are(frames, [1, 5])
 
 
 @pytest.mark.parametrize("indices", [[], [6], [-1, 2], [3, 1]])
-def test_a_choice_that_can_not_be_is_our_fault(indices: list[int]) -> None:
+def test_an_impossible_choice_of_frames_is_an_invariant_error(indices: list[int]) -> None:
     with pytest.raises(InvariantError, match="frames chosen of 6"):
         decode(make_videos()["mp4 mpeg4"], lambda _: indices)
 

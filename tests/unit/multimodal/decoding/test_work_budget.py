@@ -41,10 +41,10 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards.time, "monotonic", lambda: float(next(seconds)))
 
 
-def test_estimates_rise_with_the_work() -> None:
+def test_estimates_increase_with_the_work() -> None:
     picture = estimate_frames_s(1, 1000, 1000)
     assert picture < estimate_frames_s(1, 2000, 1000) < estimate_frames_s(50, 2000, 1000)
-    assert estimate_frames_s(100_000, 1, 1) > 1.0  # the smallest frames cost something, too
+    assert estimate_frames_s(100_000, 1, 1) > 1.0  # even the smallest frames cost something
     assert estimate_audio_s(60.0) < estimate_audio_s(3600.0)
 
 
@@ -80,7 +80,7 @@ def test_decoders_end_by_themselves_at_their_deadline() -> None:
         decode_audio(audio, sampling_rate=RATE, limits=LIMITS, budget=WorkBudget(deadline_s=5.0))
 
 
-def test_a_long_video_is_seen_before_a_frame_is_decoded() -> None:
+def test_a_long_video_is_detected_before_a_frame_is_decoded() -> None:
     budget = WorkBudget(max_cost_s=0.001)
     with pytest.raises(CostlyItemError) as caught:
         decode_video(
@@ -93,7 +93,7 @@ def test_a_long_video_is_seen_before_a_frame_is_decoded() -> None:
     assert budget._spent_s == 0.0
 
 
-def test_a_long_audio_is_seen_by_its_header_and_without_one_while_it_is_decoded() -> None:
+def test_long_audio_is_detected_by_its_header_or_while_it_is_decoded() -> None:
     melody = make_melody(10 * RATE)
     options = resolve_decode_options("audio", None)
     for kind in ("WAV", "raw aac"):
@@ -106,7 +106,7 @@ def test_a_long_audio_is_seen_by_its_header_and_without_one_while_it_is_decoded(
             decode("audio", audio, options, limits=LIMITS, sampling_rate=RATE, budget=budget)
 
 
-def test_a_large_picture_is_seen_before_it_is_decoded() -> None:
+def test_a_large_picture_is_detected_before_it_is_decoded() -> None:
     data = write_image(make_pixels(100, 200), "PNG")
     with pytest.raises(CostlyItemError):
         decode_image(data, limits=LIMITS, budget=WorkBudget(max_cost_s=1e-6))
@@ -124,14 +124,14 @@ def test_a_video_whose_frames_are_too_many_pixels_in_all_is_refused_with_the_num
 
 
 def make_caf(num_samples: int, *, rate: float = 16_000.0) -> bytes:
-    """Return a sound of two channels that has every sample in a packet of its own."""
+    """Return audio of two channels that has every sample in a packet of its own."""
     data = bytes(4 * num_samples)
     form = struct.pack(">d", rate) + b"lpcm" + struct.pack(">IIIII", 2, 4, 1 << 24, 2, 16)
     head = b"caff\0\1\0\0desc" + struct.pack(">Q", len(form)) + form
     return head + b"data" + struct.pack(">Q", len(data) + 4) + bytes(4) + data
 
 
-def test_a_short_audio_of_many_packets_is_long_work() -> None:
+def test_short_audio_of_many_packets_counts_as_long_work() -> None:
     with pytest.raises(CostlyItemError):
         decode_audio(
             make_caf(20_000), sampling_rate=RATE, limits=LIMITS, budget=WorkBudget(max_cost_s=0.5)

@@ -50,7 +50,9 @@ def test_other_networks_are_allowed_only_on_request(address: str) -> None:
 
 @pytest.mark.parametrize("allow_private", [False, True])
 @pytest.mark.parametrize("address", NEVER)
-def test_what_is_no_single_host_is_never_allowed(address: str, allow_private: bool) -> None:
+def test_addresses_that_are_no_single_host_are_never_allowed(
+    address: str, allow_private: bool
+) -> None:
     assert not is_allowed(ipaddress.ip_address(address), allow_private=allow_private)
 
 

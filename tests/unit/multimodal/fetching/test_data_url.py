@@ -101,7 +101,7 @@ def test_percent_encoded_content_may_not_cost_many_times_its_size() -> None:
         decode_data_url("data:," + "%" * (4 * 2**20 + 1), max_bytes=2**30)
 
 
-def test_plain_base64_is_decoded_once_and_never_tidied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_base64_is_decoded_once_without_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     decode = pybase64.b64decode
     monkeypatch.setattr(

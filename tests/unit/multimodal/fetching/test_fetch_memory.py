@@ -7,7 +7,7 @@ import random
 from sensorium.multimodal.fetching.fetch import FetchMemory, RequestBytes
 
 
-def test_the_largest_request_gives_way_whoever_adds_the_last_byte() -> None:
+def test_the_largest_request_gives_way_whichever_request_adds_the_last_byte() -> None:
     memory, refused = FetchMemory(100), []
     large, small = (memory.join(lambda name=name: refused.append(name)) for name in "ls")  # type: ignore[misc]
     large.add(80)
@@ -32,7 +32,7 @@ def test_a_request_that_is_too_large_alone_gives_way() -> None:
     assert refused == ["alone"]
 
 
-def test_those_who_stay_never_hold_more_than_they_may() -> None:
+def test_the_remaining_requests_never_exceed_the_limit() -> None:
     rng = random.Random(7)
     memory = FetchMemory(1000)
     requests: list[RequestBytes] = []

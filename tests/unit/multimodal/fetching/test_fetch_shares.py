@@ -100,7 +100,7 @@ def test_a_free_turn_goes_to_the_request_that_has_fewest() -> None:
     run(test)
 
 
-def test_a_request_without_a_fetch_begins_its_next_one_although_the_room_is_full() -> None:
+def test_a_request_without_a_running_fetch_starts_its_next_one_although_the_room_is_full() -> None:
     async def test(fetches: Fetches) -> None:
         shares = FetchShares(max_per_request=8, max_shared=0)
         fetches.add(RequestShare(shares), "a1", "a2")
@@ -138,7 +138,7 @@ def test_a_turn_that_comes_together_with_a_cancellation_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_rules_hold_whatever_begins_and_ends(seed: int) -> None:
+def test_the_rules_hold_in_any_order_of_starts_and_ends(seed: int) -> None:
     rng = random.Random(seed)
 
     async def test(fetches: Fetches) -> None:

@@ -28,7 +28,7 @@ async def settle() -> None:
 
 
 class Source:
-    """What is fetched; `answers` are those to successive fetches."""
+    """A source of media; `answers` has the answer to each fetch."""
 
     def __init__(self) -> None:
         self.answers: list[asyncio.Future[MediaBytes]] = []
@@ -75,7 +75,7 @@ def test_an_error_that_is_no_answer_of_the_host_is_not_shared() -> None:
     asyncio.run(run())
 
 
-def test_a_fetch_whose_owner_leaves_is_begun_anew_by_one_of_the_others() -> None:
+def test_a_waiting_caller_restarts_a_fetch_that_its_owner_left() -> None:
     async def run() -> None:
         shared, source = SharedFetches(), Source()
         tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_a_fetch_whose_owner_leaves_is_begun_anew_by_one_of_the_others() -> None
     asyncio.run(run())
 
 
-def test_one_that_only_waits_can_leave_without_harm() -> None:
+def test_a_caller_that_waits_can_leave_without_ending_the_fetch() -> None:
     async def run() -> None:
         shared, source = SharedFetches(), Source()
         tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(2)]
@@ -118,7 +118,7 @@ class Resolver:
         return [ADDRESS]
 
 
-def test_slow_look_ups_hold_up_no_other_one() -> None:
+def test_slow_host_look_ups_do_not_delay_others() -> None:
     """A hundred names have silent servers, and one has not."""
 
     async def run() -> None:
@@ -134,7 +134,7 @@ def test_slow_look_ups_hold_up_no_other_one() -> None:
     asyncio.run(run())
 
 
-def test_a_look_up_that_was_left_behind_keeps_its_place_until_it_ends() -> None:
+def test_an_abandoned_look_up_keeps_its_place_until_it_ends() -> None:
     async def run() -> None:
         resolve = Resolver()
         guard = AddressGuard(resolve, allow_private=False, max_look_ups=1)
@@ -210,7 +210,7 @@ def test_an_expired_fetch_names_the_limit_that_ended_it(
     loader.close()
 
 
-def test_those_who_wait_for_a_fetch_that_was_too_late_begin_their_own() -> None:
+def test_callers_that_wait_for_a_fetch_that_timed_out_start_their_own() -> None:
     async def run() -> None:
         shared, source = SharedFetches(), Source()
         tasks = [asyncio.ensure_future(shared.get(KEY, source.fetch)) for _ in range(2)]

@@ -71,11 +71,11 @@ def test_an_answer_is_fresh_for_as_long_as_it_says(
         ({"vary": "accept-encoding, cookie"}, True),
     ],
 )
-def test_what_may_not_be_shared_is_not_stored(headers: dict[str, str], expected: bool) -> None:
+def test_only_shareable_responses_are_stored(headers: dict[str, str], expected: bool) -> None:
     assert is_storable(headers) is expected
 
 
-def test_an_answer_is_asked_for_by_the_names_that_it_came_with() -> None:
+def test_a_response_is_revalidated_by_its_own_validators() -> None:
     headers = {"etag": '"a"', "last-modified": date(0), "age": "1"}
     expected = {"If-None-Match": '"a"', "If-Modified-Since": date(0)}
     assert CachedResponse.receive(MediaBytes(b""), headers, NOW).validators == expected

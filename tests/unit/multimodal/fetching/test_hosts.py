@@ -1,4 +1,4 @@
-"""One host has one spelling; the list of domains knows no other."""
+"""Hosts are normalised, in URLs and in the list of allowed domains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_spelling_of_a_host_becomes_one(host: str, expected: str) -> None:
         *["08", "::g", "fe80::1%eth0", "a" * 64, "a." * 127 + "bc", "ä", "a\n", "127.0.0.1\n"],
     ],
 )
-def test_what_is_no_host_is_refused(host: str) -> None:
+def test_a_host_that_is_none_is_refused(host: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         canonical_host(host)
 
@@ -88,7 +88,7 @@ def test_a_domain_that_could_never_match_is_refused(domain: str) -> None:
         ("http://[0::1]/", "http://[::1]/"),
     ],
 )
-def test_a_url_has_one_spelling(source: str, expected: str) -> None:
+def test_urls_are_normalised(source: str, expected: str) -> None:
     assert str(parse_media_url(source)) == expected
 
 

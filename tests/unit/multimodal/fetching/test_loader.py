@@ -44,7 +44,7 @@ def test_raw_bytes_are_taken_as_they_are(loader: BlockingLoader, kind: type) -> 
     assert loader.load(kind(b"picture"), "image") == MediaBytes(b"picture")
 
 
-def test_bytes_are_not_copied_but_what_may_change_is(loader: BlockingLoader) -> None:
+def test_bytes_are_shared_and_mutable_buffers_are_copied(loader: BlockingLoader) -> None:
     fixed, changing = b"picture", bytearray(b"picture")
     assert loader.load(fixed, "image").data is fixed
     media = loader.load(changing, "image")
@@ -113,7 +113,7 @@ def test_a_url_that_is_named_twice_is_loaded_once() -> None:
     loader.close()
 
 
-def test_what_needs_no_waiting_needs_no_thread(
+def test_sources_without_waiting_use_no_thread(
     loader: BlockingLoader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader._file_threads, "submit", pytest.fail)
@@ -141,7 +141,7 @@ def test_each_item_has_its_own_time_although_they_are_loaded_side_by_side(
     clock = SimpleNamespace(now=0.0, is_past=asyncio.Event())
 
     async def fetch(url: httpx.URL, modality: str, _: Fetch) -> MediaBytes:
-        if url.path == "/a":  # and then the other one goes on, when its time has come
+        if url.path == "/a":  # and then the other one continues, when its time has come
             clock.now = 1.0
             clock.is_past.set()
             return MediaBytes(modality.encode())

@@ -15,7 +15,7 @@ from sensorium.types.errors import MediaFetchError, RequestError
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """An allowed directory `media`, beside a secret and a directory of nearly the same name."""
+    """An allowed directory `media`, next to a secret and a directory of nearly the same name."""
     root = tmp_path / "media"
     (root / "below").mkdir(parents=True)
     (root / "below" / "a cat.png").write_bytes(b"picture")

@@ -25,7 +25,7 @@ def test_the_least_recently_used_response_goes_first() -> None:
     assert [url for url in "abcd" if cache.get(url)] == ["a", "c", "d"]
 
 
-def test_what_is_larger_than_the_cache_drives_nothing_out() -> None:
+def test_a_response_larger_than_the_cache_evicts_nothing() -> None:
     cache = ResponseCache(200)
     cache.replace("a", respond(100), NOW)
     cache.replace("b", respond(200), NOW)
@@ -33,7 +33,7 @@ def test_what_is_larger_than_the_cache_drives_nothing_out() -> None:
     assert cache.get("b") is None
 
 
-def test_an_answer_that_may_not_be_kept_ends_the_one_before() -> None:
+def test_a_response_that_may_not_be_stored_removes_the_stored_one() -> None:
     cache = ResponseCache(1000)
     cache.replace("a", respond(100), NOW)
     cache.replace("a", respond(100, {"cache-control": "no-store"}), NOW)
@@ -47,7 +47,7 @@ def test_a_cache_without_room_keeps_nothing() -> None:
     assert cache.get("") is None
 
 
-def test_a_stale_response_with_a_name_is_kept_for_asking() -> None:
+def test_a_stale_response_with_an_etag_is_kept_for_revalidation() -> None:
     cache = ResponseCache(1000)
     cache.replace("named", respond(1, {"etag": '"a"'}), NOW)
     cache.replace("unnamed", respond(1, {"content-type": "image/png"}), NOW)
@@ -69,7 +69,7 @@ def test_a_confirmation_brings_new_headers_and_keeps_the_content() -> None:
     }
 
 
-def test_the_bytes_always_add_up() -> None:
+def test_the_cached_bytes_are_always_counted_right() -> None:
     rng = random.Random(0)
     cache = ResponseCache(1000)
     sizes: dict[str, int] = {}

@@ -33,7 +33,7 @@ def count_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("*/*"))
 
 
-def test_what_was_put_is_there_for_every_store_of_the_directory(tmp_path: Path) -> None:
+def test_entries_are_shared_by_every_store_of_the_directory(tmp_path: Path) -> None:
     first, second = DiskStore(tmp_path, MIB), DiskStore(tmp_path, MIB)
     assert first.get(name(1)) is None
     assert not first.has(name(1))
@@ -165,7 +165,7 @@ ODD_COUNTS = (
 
 @pytest.mark.parametrize("content", ODD_COUNTS, ids=lambda content: repr(content[:12]))
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_damaged_count_is_made_anew(content: bytes, is_running: bool, tmp_path: Path) -> None:
+def test_a_damaged_count_is_made_again(content: bytes, is_running: bool, tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 10_000)
     store.put(name(1), [bytes(4000)])
     (tmp_path / "taken").write_bytes(content)
@@ -293,7 +293,7 @@ def test_a_writer_that_holds_the_lock_stops_no_other_for_long(
     assert store.put(name(2), [b"more"])
 
 
-def test_room_that_another_writes_into_is_not_given_away(tmp_path: Path) -> None:
+def test_room_reserved_by_another_writer_is_not_given_away(tmp_path: Path) -> None:
     store, other = DiskStore(tmp_path, 1000), DiskStore(tmp_path, 1000)
     file = other._reserve(tmp_path / f"unfinished-{7:032x}", 900)
     assert file is not None
@@ -303,7 +303,7 @@ def test_room_that_another_writes_into_is_not_given_away(tmp_path: Path) -> None
     assert store.put(name(1), [bytes(500)])
 
 
-def test_a_directory_that_was_removed_is_made_anew(tmp_path: Path) -> None:
+def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "cache", MIB)
     store.put(name(1), [b"content"])
     shutil.rmtree(tmp_path / "cache")
@@ -412,8 +412,8 @@ def test_a_disk_that_refuses_a_write_loses_only_that_entry(tmp_path: Path) -> No
         [sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "Requests go on without it" in done.stderr
-    assert done.stderr.count("Requests go on") == 1
+    assert "Requests continue without it" in done.stderr
+    assert done.stderr.count("Requests continue") == 1
     assert not list(tmp_path.glob("unfinished-*"))
     assert DiskStore(tmp_path, MIB).statistics().num_bytes == count_bytes(tmp_path)
 

@@ -47,7 +47,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a store that has failed once stay alone until the end of the test."""
+    """Let a store that has failed once stay unconnected until the end of the test."""
     monkeypatch.setattr(breaker, "_FIRST_PAUSE_S", 3600.0)
     monkeypatch.setattr(breaker, "_LONGEST_PAUSE_S", 3600.0)
 
@@ -64,7 +64,7 @@ def store(server: RedisServer) -> Iterator[tested.RedisStore]:
         yield opened
 
 
-def test_what_was_put_is_there_for_every_store_of_the_server(
+def test_entries_are_shared_by_every_store_of_the_server(
     server: RedisServer, store: tested.RedisStore
 ) -> None:
     assert store.get(name(1)) is None
@@ -88,7 +88,7 @@ def test_what_was_put_is_there_for_every_store_of_the_server(
     assert server.get_keys() == []
 
 
-def test_databases_of_one_server_are_apart(server: RedisServer) -> None:
+def test_databases_of_one_server_are_separate(server: RedisServer) -> None:
     with open_store(f"{server.url}?db=1") as first, open_store(f"{server.url}?db=2") as second:
         first.put(name(1), [b"content"])
         assert second.get(name(1)) is None
@@ -348,7 +348,7 @@ def test_a_killed_server_is_missed_once_and_found_again(
     started, gone, back = get_lines(caplog)
     assert started == f"media is also kept in the remote cache at {server.url}"
     assert gone.endswith(
-        "fails: it can't be reached, or closes the connection. Requests go on without it."
+        "fails: it can't be reached, or closes the connection. Requests continue without it."
     )
     assert back.endswith("is back")
 
@@ -509,7 +509,7 @@ def test_a_server_that_is_no_redis_costs_nothing_but_its_entries(
     assert "hunter2" not in caplog.text
 
 
-def test_what_failed_is_not_repeated() -> None:
+def test_a_failed_call_is_not_repeated() -> None:
     """The caller waits, and a breaker decides when Redis is asked again."""
     calls: list[bytes] = []
 

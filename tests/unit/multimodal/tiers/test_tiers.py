@@ -51,7 +51,7 @@ def test_an_item_comes_back_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(item.kwargs[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_an_encoder_output_stands_for_the_large_tensors(tmp_path: Path) -> None:
+def test_an_encoder_output_replaces_the_large_tensors(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     save(tiers)
     tiers.save_encoded(HASH, EMBEDS)
@@ -90,7 +90,9 @@ def test_other_limits_find_no_item(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", ["layout", "tensors", "encoded"])
-def test_without_one_of_its_parts_an_item_is_absent_or_whole(lost: str, tmp_path: Path) -> None:
+def test_an_item_with_a_lost_part_is_absent_or_loaded_from_the_others(
+    lost: str, tmp_path: Path
+) -> None:
     tiers = make_tiers(tmp_path)
     save(tiers)
     tiers.save_encoded(HASH, EMBEDS)
@@ -126,7 +128,7 @@ def test_names_that_are_no_hashes_are_not_kept(mm_hash: str, tmp_path: Path) -> 
     assert tiers.load_encoded(mm_hash, 2) is None
 
 
-def test_a_window_of_an_audio_file_has_its_own_encoder_output(tmp_path: Path) -> None:
+def test_an_audio_window_has_its_own_encoder_output(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     tiers.save_encoded(f"{HASH}@3000", EMBEDS)
     tiers.close()
@@ -147,7 +149,7 @@ def test_a_window_of_an_audio_file_has_its_own_encoder_output(tmp_path: Path) ->
         ({"image_grid_thw": GRID, ENCODED: EMBEDS}, LAYOUT),
     ],
 )
-def test_items_that_are_gone_or_came_otherwise_are_not_kept(
+def test_incomplete_or_encoded_items_are_not_kept(
     tensors: MultiModalKwargsItem | None, layout: ItemLayout | None, tmp_path: Path
 ) -> None:
     tiers = make_tiers(tmp_path)
@@ -246,7 +248,7 @@ def test_whole_numbers_stay_with_the_encoder_output_however_many(tmp_path: Path)
     assert item.kwargs.keys() == {"feature_attention_mask", ENCODED}
 
 
-def test_what_is_used_from_memory_is_marked_seldom(tmp_path: Path) -> None:
+def test_items_used_from_memory_are_rarely_marked_as_used(tmp_path: Path) -> None:
     tiers = make_tiers(tmp_path)
     save(tiers)
     tiers.save_encoded(HASH, EMBEDS)

@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def told(self) -> tuple[str, str, list[tuple[str, str]]]:
-        """All but the ids, which are drawn."""
+        """Everything but the ids of calls, which are random."""
         return (
             self.reasoning,
             self.content,

@@ -207,7 +207,7 @@ def test_reasoning_may_come_before_a_demanded_call(
             assert answer.content == ""
 
 
-def test_nothing_is_demanded_unless_it_is_said(tiny_model: Callable[[str], str]) -> None:
+def test_no_call_is_demanded_unless_asked_for(tiny_model: Callable[[str], str]) -> None:
     form = make_answer_format(make_tokenizer(tiny_model("llama"), ()), "")
     for context in (
         AnswerContext(tools=TOOLS, tool_choice="auto"),
@@ -237,7 +237,7 @@ def test_tools_that_can_not_be_demanded_are_named(tiny_model: Callable[[str], st
             form.make_constraint(AnswerContext(tools=(tool,), tool_choice="required"))
 
 
-def test_an_enum_that_is_none_does_not_hide_a_constant(tiny_model: Callable[[str], str]) -> None:
+def test_an_enum_of_null_does_not_hide_a_constant(tiny_model: Callable[[str], str]) -> None:
     form = make_answer_format(
         make_tokenizer(tiny_model("llama"), ()), "", tool_call_parser="gemma4"
     )

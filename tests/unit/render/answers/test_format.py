@@ -54,20 +54,20 @@ def find_formats(form: Any) -> tuple[list[str], list[str]]:
         ("```tool_code", (), ["pythonic"], []),
     ],
 )
-def test_a_format_is_found_by_looking(
+def test_the_answer_format_is_found_in_the_chat_template(
     template: str, special: tuple[str, ...], calls: list[str], thoughts: list[str]
 ) -> None:
     form = make_answer_format(make_tokenizer(*special), template)
     assert find_formats(form) == (calls, thoughts)
 
 
-def test_deepseek_begins_in_the_middle_of_reasoning() -> None:
+def test_deepseek_answers_start_inside_reasoning() -> None:
     form = make_answer_format(make_tokenizer(), "<\uff5cAssistant\uff5c>… </think>")
     assert form.opens_reasoning("<\uff5cAssistant\uff5c>")
 
 
 @pytest.mark.parametrize("name", [name for name in TOOL_CALL_PARSERS if name != "auto"])
-def test_a_name_goes_before_what_is_found(name: str) -> None:
+def test_a_named_parser_overrides_the_template(name: str) -> None:
     form = make_answer_format(
         make_tokenizer(), "<tool_call> <think>", tool_call_parser=name, reasoning_parser="none"
     )
@@ -75,7 +75,7 @@ def test_a_name_goes_before_what_is_found(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in REASONING_PARSERS if name != "auto"])
-def test_reasoning_has_names_too(name: str) -> None:
+def test_reasoning_parsers_can_be_named(name: str) -> None:
     form = make_answer_format(make_tokenizer(), "", reasoning_parser=name)
     expected = {"none": [], "deepseek_r1": ["qwen3"]}.get(name, [name])
     assert find_formats(form)[1] == expected

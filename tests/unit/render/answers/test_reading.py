@@ -1,4 +1,4 @@
-"""What each format tells of whole answers, good and broken."""
+"""What each format reads of whole answers, good and broken."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize("tools", GOOD)
-def test_a_call_alone_has_no_content(tools: str) -> None:
+def test_an_answer_of_one_call_has_no_content(tools: str) -> None:
     check(tools, GOOD[tools], calls=[PARIS])
     check(tools, f"\n {GOOD[tools]}\n", calls=[PARIS])
 
@@ -50,7 +50,7 @@ def test_content_stands_around_calls(tools: str) -> None:
 
 
 @pytest.mark.parametrize("tools", ["hermes", "mistral", "gemma4"])
-def test_one_call_is_told_where_they_may_not_be_parallel(tools: str) -> None:
+def test_without_parallel_calls_only_one_is_returned(tools: str) -> None:
     check(tools, GOOD[tools] * 3, calls=[PARIS], parallel_tool_calls=False)
 
 
@@ -99,7 +99,7 @@ def test_one_call_is_told_where_they_may_not_be_parallel(tools: str) -> None:
         ("pythonic", "```tool_code\nprint(time(a=1))\n```", ("time", {"a": 1})),
     ],
 )
-def test_forms_that_models_use(tools: str, text: str, calls: Any) -> None:
+def test_call_formats_of_models_are_parsed(tools: str, text: str, calls: Any) -> None:
     reader = make_format(tools).start(AUTO)
     answer = read(reader, text)
     assert answer.content == ""
@@ -144,7 +144,7 @@ def test_forms_that_models_use(tools: str, text: str, calls: Any) -> None:
         ("pythonic", "```tool_code\ntime(a=1)"),
     ],
 )
-def test_what_is_no_call_is_content_as_it_came(tools: str, text: str) -> None:
+def test_text_that_is_no_call_stays_content(tools: str, text: str) -> None:
     check(tools, text, content=text)
 
 
@@ -166,7 +166,7 @@ def test_arguments_may_be_broken_off(tools: str, text: str, arguments: str) -> N
         assert answer.content.endswith("Hi")
 
 
-def test_arguments_are_told_while_they_come() -> None:
+def test_arguments_are_streamed_as_they_arrive() -> None:
     reader = make_format("hermes").start(AUTO)
     assert reader.add('<tool_call>{"name": "f", "arguments": ') == AnswerDelta()
     first = reader.add('{"city": "Par').tool_calls
@@ -179,7 +179,7 @@ def test_arguments_are_told_while_they_come() -> None:
     assert second[0].id is None
 
 
-def test_ids_are_those_that_models_expect() -> None:
+def test_call_ids_have_the_form_that_models_expect() -> None:
     for tools, pattern in (("hermes", r"call_[0-9a-f]{24}"), ("mistral", r"[A-Za-z0-9]{9}")):
         answer = read(make_format(tools).start(AUTO), GOOD[tools])
         assert re.fullmatch(pattern, answer.calls[0]["id"])
@@ -201,12 +201,14 @@ def test_ids_are_those_that_models_expect() -> None:
         ("none", "<think>a</think>b", ("", "<think>a</think>b")),
     ],
 )
-def test_reasoning_is_told_apart(reasoning: str, text: str, expected: tuple[str, str]) -> None:
+def test_reasoning_is_separated_from_content(
+    reasoning: str, text: str, expected: tuple[str, str]
+) -> None:
     answer = read(make_format("none", reasoning).start(AnswerContext()), text)
     assert (answer.reasoning, answer.content) == expected
 
 
-def test_an_answer_may_begin_in_the_middle_of_reasoning() -> None:
+def test_an_answer_may_start_inside_reasoning() -> None:
     form = make_format("hermes", "qwen3")
     context = msgspec.structs.replace(AUTO, starts_in_reasoning=True)
     for text in ("a <tool_call>\n</think>\nb", "<think>\na <tool_call></think>b"):
@@ -214,13 +216,13 @@ def test_an_answer_may_begin_in_the_middle_of_reasoning() -> None:
         assert answer.told == ("a <tool_call>", "b", [])
 
 
-def test_reasoning_that_is_not_told_apart_stays_where_it_was() -> None:
+def test_reasoning_that_is_not_parsed_stays_in_the_content() -> None:
     context = AnswerContext(separate_reasoning=False)
     text = "<think>\na\n</think>\n\nb"
     assert read(make_format("none", "qwen3").start(context), text).told == ("", text, [])
 
 
-def test_prompts_tell_whether_reasoning_is_open() -> None:
+def test_the_prompt_shows_whether_reasoning_is_open() -> None:
     for reasoning, opened, closed in (
         ("qwen3", "<|im_start|>assistant\n<think>\n", "assistant\n<think>\n\n</think>\n\n"),
         ("qwen3", "<think>", "What does <think> mean?\nassistant\n"),
@@ -253,7 +255,7 @@ def test_prompts_tell_whether_reasoning_is_open() -> None:
     ],
 )
 @pytest.mark.parametrize("filler", ["x", " ", "[", "<"])
-def test_what_is_remembered_does_not_grow(tools: str, head: str, filler: str) -> None:
+def test_the_state_of_a_reader_does_not_grow(tools: str, head: str, filler: str) -> None:
     reader = make_format(tools, "qwen3").start(AUTO)
     answer = reader.add(head + filler * 3 * MAX_HELD)
     assert len(msgspec.msgpack.encode(reader.state)) < MAX_HELD + 2000

@@ -100,14 +100,14 @@ def test_without_origins_there_is_no_cors(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("given", ["mine-1", "a b", "x" * 128])
-def test_a_sane_id_comes_back(server: RunningServer, given: str) -> None:
+def test_a_valid_request_id_is_returned(server: RunningServer, given: str) -> None:
     for path in ("/ping", "/nothing"):
         response = server.get(path, headers={"X-Request-Id": given})
         assert response.headers["x-request-id"] == given
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "é"])
-def test_another_id_is_replaced(server: RunningServer, given: str) -> None:
+def test_an_invalid_request_id_is_replaced(server: RunningServer, given: str) -> None:
     headers = {b"x-request-id": given.encode()}
     first, second = (server.get("/ping", headers=headers).headers["x-request-id"] for _ in range(2))
     assert len({first, second, given}) == 3
@@ -132,7 +132,7 @@ def test_the_requests_of_all_frontends_count() -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3])
-def test_requests_over_the_limit_are_told_to_come_again(limit: int) -> None:
+def test_requests_over_the_limit_are_refused_with_retry_after(limit: int) -> None:
     gate = threading.Event()
 
     async def wait(_: Any) -> None:

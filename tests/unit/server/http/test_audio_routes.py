@@ -22,6 +22,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import content_type_conformance, status_code_conformance
 
 from sensorium.types.errors import CapacityError, RequestError
+from sensorium.types.model_kind import Task
 from tests.support.waiting import wait_until
 from tests.unit.server import transcribing
 from tests.unit.server.standing_in import RunningServer, ScriptedEngine, read_events, serve
@@ -29,7 +30,7 @@ from tests.unit.server.transcribing import TEXT, TEXTS, ScriptedTranscriber
 
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 TRANSLATIONS = "/v1/audio/translations"
-SOUND = ("sound.wav", b"RIFF\r\n--and so on" * 1000)
+AUDIO = ("sound.wav", b"RIFF\r\n--and so on" * 1000)
 LOGPROBS = [
     {"token": text, "logprob": -0.25 * index, "bytes": list(text.encode())}
     for index, text in enumerate(TEXTS)
@@ -54,7 +55,7 @@ def client(server: RunningServer) -> Iterator[OpenAI]:
 
 
 def post(running: RunningServer, path: str = TRANSCRIPTIONS, **fields: Any) -> httpx.Response:
-    return running.post(path, data=fields, files={"file": SOUND})
+    return running.post(path, data=fields, files={"file": AUDIO})
 
 
 def check_refused(response: httpx.Response, param: str | None, words: str) -> None:
@@ -64,7 +65,7 @@ def check_refused(response: httpx.Response, param: str | None, words: str) -> No
 
 
 def test_json_is_the_default(client: OpenAI, transcriber: ScriptedTranscriber) -> None:
-    answer = client.audio.transcriptions.create(model="tiny", file=SOUND)
+    answer = client.audio.transcriptions.create(model="tiny", file=AUDIO)
     assert answer.text == TEXT
     assert answer.usage is not None
     assert answer.usage.to_dict() == {
@@ -75,12 +76,12 @@ def test_json_is_the_default(client: OpenAI, transcriber: ScriptedTranscriber) -
         "total_tokens": 1513,
     }
     media, options, salt = transcriber.calls[-1]
-    assert (media, options.task, salt) == (SOUND[1], "transcribe", None)
+    assert (media, options.task, salt) == (AUDIO[1], "transcribe", None)
     assert (options.needs_segments, options.needs_words, options.needs_logprobs) == (False,) * 3
 
 
 def test_log_probabilities_come_if_asked_for(client: OpenAI) -> None:
-    answer = client.audio.transcriptions.create(model="tiny", file=SOUND, include=["logprobs"])
+    answer = client.audio.transcriptions.create(model="tiny", file=AUDIO, include=["logprobs"])
     assert answer.logprobs is not None
     assert [entry.to_dict() for entry in answer.logprobs] == LOGPROBS
 
@@ -88,7 +89,7 @@ def test_log_probabilities_come_if_asked_for(client: OpenAI) -> None:
 def test_verbose_json_has_segments_and_words(client: OpenAI) -> None:
     answer = client.audio.transcriptions.create(
         model="tiny",
-        file=SOUND,
+        file=AUDIO,
         response_format="verbose_json",
         timestamp_granularities=["word", "segment"],
     )
@@ -101,12 +102,12 @@ def test_verbose_json_has_segments_and_words(client: OpenAI) -> None:
 
 def test_segments_are_the_default_of_verbose_json(client: OpenAI) -> None:
     create = client.audio.transcriptions.create
-    plain = create(model="tiny", file=SOUND, response_format="verbose_json")
+    plain = create(model="tiny", file=AUDIO, response_format="verbose_json")
     assert plain.segments is not None
     assert plain.words is None
     only_words = create(
         model="tiny",
-        file=SOUND,
+        file=AUDIO,
         response_format="verbose_json",
         timestamp_granularities=["word"],
     )
@@ -116,17 +117,17 @@ def test_segments_are_the_default_of_verbose_json(client: OpenAI) -> None:
 
 def test_text_ends_with_a_line(client: OpenAI) -> None:
     answer: Any = client.audio.transcriptions.create(
-        model="tiny", file=SOUND, response_format="text"
+        model="tiny", file=AUDIO, response_format="text"
     )
     assert answer == TEXT + "\n"
 
 
 def test_subtitles_are_read_again(client: OpenAI, transcriber: ScriptedTranscriber) -> None:
     create: Any = client.audio.transcriptions.create
-    cues = list(srt.parse(create(model="tiny", file=SOUND, response_format="srt")))
+    cues = list(srt.parse(create(model="tiny", file=AUDIO, response_format="srt")))
     assert [cue.content for cue in cues] == [text.strip().replace("-->", "->") for text in TEXTS]
     assert [cue.start.total_seconds() for cue in cues] == [0, 1.5, 3]
-    written = create(model="tiny", file=SOUND, response_format="vtt")
+    written = create(model="tiny", file=AUDIO, response_format="vtt")
     captions = webvtt.from_string(written).captions
     assert [html.unescape(caption.raw_text) for caption in captions] == [
         text.strip() for text in TEXTS
@@ -140,7 +141,7 @@ def test_a_translation_has_every_format(
     client: OpenAI, transcriber: ScriptedTranscriber, form: Any
 ) -> None:
     answer: Any = client.audio.translations.create(
-        model="org/tiny", file=SOUND, response_format=form, prompt="Ada", temperature=0.5
+        model="org/tiny", file=AUDIO, response_format=form, prompt="Ada", temperature=0.5
     )
     assert "wörds" in (answer if isinstance(answer, str) else answer.text)
     if form == "verbose_json":
@@ -152,7 +153,7 @@ def test_a_translation_has_every_format(
 def test_all_fields_reach_the_transcriber(client: OpenAI, transcriber: ScriptedTranscriber) -> None:
     client.audio.transcriptions.create(
         model="tiny",
-        file=SOUND,
+        file=AUDIO,
         language="en",
         prompt="Ada, Grüße",
         temperature=0.25,
@@ -193,7 +194,7 @@ def test_a_stream_has_a_delta_for_each_segment_and_the_whole(yields_segments: bo
         OpenAI(base_url=f"{running.url}/v1", api_key="none") as client,
     ):
         stream = client.audio.transcriptions.create(
-            model="tiny", file=SOUND, stream=True, include=["logprobs"]
+            model="tiny", file=AUDIO, stream=True, include=["logprobs"]
         )
         *deltas, done = [event.to_dict() for event in stream]
     assert {delta["type"] for delta in deltas} == {"transcript.text.delta"}
@@ -282,7 +283,7 @@ def test_a_field_that_is_wrong_is_named(
 def test_an_object_of_the_openai_client_is_refused(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="chunking_strategy"):
         client.audio.transcriptions.create(
-            model="tiny", file=SOUND, chunking_strategy={"type": "server_vad"}
+            model="tiny", file=AUDIO, chunking_strategy={"type": "server_vad"}
         )
 
 
@@ -304,14 +305,14 @@ def test_the_file_must_be_there_once_and_have_content(server: RunningServer) -> 
     text = httpx.post(url, files={"file": (None, "talk.mp3")})
     check_refused(text, "file", "no file name")
     head = "--b\r\nContent-Disposition: form-data; name="
-    body = f"{head}file; filename*=UTF-8''%e2%82%ac.mp3\r\n\r\n".encode() + SOUND[1]
+    body = f"{head}file; filename*=UTF-8''%e2%82%ac.mp3\r\n\r\n".encode() + AUDIO[1]
     body += f"\r\n{head}model\r\n\r\ntiny\r\n--b--\r\n".encode()
     kind = {"content-type": "multipart/form-data; boundary=b"}
     assert httpx.post(url, content=body, headers=kind, timeout=120).json()["text"] == TEXT
     check_refused(httpx.post(url, files={"file": ("a.wav", b"")}), "file", "is empty")
-    twice = [("file", SOUND), ("file", SOUND)]
+    twice = [("file", AUDIO), ("file", AUDIO)]
     check_refused(httpx.post(url, files=twice), "file", "is given twice")
-    other = [("file", SOUND), ("second", SOUND)]
+    other = [("file", AUDIO), ("second", AUDIO)]
     check_refused(httpx.post(url, files=other), "second", "only the field file")
     response = httpx.post(url, json={"file": "data:,"})
     assert response.json()["error"]["code"] == "unsupported_content_type"
@@ -358,33 +359,30 @@ def test_a_model_that_can_not_transcribe_names_the_right_route() -> None:
 
 
 def test_a_model_that_only_transcribes_names_the_right_route() -> None:
-    with serve(transcriber=ScriptedTranscriber(), has_chat=False) as running:
+    with serve(transcriber=ScriptedTranscriber(), tasks=frozenset({"transcription"})) as running:
         for response in (running.chat(), running.complete()):
             check_refused(response, "model", "/v1/audio/transcriptions")
         assert post(running).status_code == 200
-    with serve(has_chat=False) as running:
+    with serve(tasks=frozenset()) as running:
         assert "/v1/chat" not in post(running).json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("can_translate", "has_chat", "capabilities"),
+    "capabilities",
     [
-        (True, False, ["transcription", "translation"]),
-        (False, False, ["transcription"]),
-        (False, True, ["chat", "completions", "transcription"]),
+        ["transcription", "translation", "realtime"],
+        ["transcription"],
+        ["chat", "completions", "transcription"],
     ],
 )
-def test_the_model_card_says_what_the_model_can_do(
-    can_translate: bool, has_chat: bool, capabilities: list[str]
-) -> None:
-    scripted = ScriptedTranscriber(can_translate=can_translate)
+def test_the_model_card_says_what_the_model_can_do(capabilities: list[Task]) -> None:
     engine = ScriptedEngine(modalities=("audio",))
-    with serve(engine, transcriber=scripted, has_chat=has_chat) as running:
+    with serve(engine, transcriber=ScriptedTranscriber(), tasks=frozenset(capabilities)) as running:
         (card, *_) = running.get("/v1/models").json()["data"]
     assert card["capabilities"] == capabilities
 
 
-def test_a_server_that_refuses_audios_does_not_say_that_it_transcribes() -> None:
+def test_a_server_that_refuses_audio_does_not_announce_transcription() -> None:
     engine = ScriptedEngine(modalities=("image",))
     with serve(engine, transcriber=ScriptedTranscriber()) as running:
         (card, *_) = running.get("/v1/models").json()["data"]
@@ -430,7 +428,7 @@ def test_an_error_after_the_first_text_is_an_event() -> None:
             OpenAI(base_url=f"{running.url}/v1", api_key="none") as client,
             pytest.raises(openai.APIError, match="is cut off"),
         ):
-            list(client.audio.transcriptions.create(model="tiny", file=SOUND, stream=True))
+            list(client.audio.transcriptions.create(model="tiny", file=AUDIO, stream=True))
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
@@ -445,7 +443,7 @@ def test_a_client_that_leaves_aborts_its_transcription(stream: str) -> None:
             httpx.post(
                 f"{running.url}{TRANSCRIPTIONS}",
                 data={"stream": stream},
-                files={"file": SOUND},
+                files={"file": AUDIO},
                 timeout=httpx.Timeout(60, read=0.5),
             )
         wait_until(lambda: scripted.num_aborted == 1, "the transcription goes on")
@@ -480,7 +478,7 @@ def test_responses_are_counted_by_their_route() -> None:
 def test_a_page_of_another_origin_may_not_send_forms(server: RunningServer) -> None:
     """Browsers send forms to other origins without asking, so the origin alone protects."""
     for headers in ({"origin": "https://example.com"}, {"sec-fetch-site": "cross-site"}):
-        response = server.post(TRANSCRIPTIONS, files={"file": SOUND}, headers=headers)
+        response = server.post(TRANSCRIPTIONS, files={"file": AUDIO}, headers=headers)
         assert response.status_code == 403
 
 

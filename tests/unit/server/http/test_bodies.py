@@ -55,7 +55,7 @@ def test_another_content_type_is_refused(server: RunningServer, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/x+json"])
-def test_json_by_other_names_is_taken(server: RunningServer, kind: str) -> None:
+def test_other_content_types_of_json_are_accepted(server: RunningServer, kind: str) -> None:
     body = json.dumps({"messages": HI}).encode()
     response = server.post(PATH, content=body, headers={"content-type": kind})
     assert response.status_code == 200
@@ -97,7 +97,7 @@ def test_the_limit_itself_is_allowed(small: RunningServer) -> None:
     assert small.post(PATH, content=body + b" ", headers=JSON).status_code == 413
 
 
-def test_a_stream_goes_on_while_a_large_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_continues_while_a_large_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The large body is held in its parser until the stream has ended.
 
     Were it parsed on the event loop, the stream could not end.

@@ -54,7 +54,7 @@ def test_an_honest_upload_on_a_slow_line_is_always_in_time() -> None:
         assert limits.get_time_s(num_bytes) > (num_bytes + 10_000) / bytes_per_s
 
 
-def test_a_drip_ends_soon_and_any_body_ends_at_last() -> None:
+def test_a_trickling_body_is_ended_soon_and_every_body_eventually() -> None:
     limits = make_limits()
     assert limits.get_time_s(0) == limits.get_time_s(60) - 60 / 8192 == 30
     assert limits.get_time_s(500 * MEGABYTE) == 600
@@ -92,7 +92,7 @@ def test_a_body_that_is_itself_the_oldest_is_refused() -> None:
     asyncio.run(run())
 
 
-def test_what_has_ended_takes_no_room() -> None:
+def test_a_body_that_has_ended_takes_no_room() -> None:
     async def run() -> None:
         intake = BodyIntake(make_limits())
         for _ in range(5):
@@ -119,7 +119,7 @@ def send(running: RunningServer, content: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("is_overall", [False, True], ids=["least rate", "overall deadline"])
-def test_a_body_that_comes_too_slowly_is_given_up(
+def test_a_body_that_arrives_too_slowly_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, is_overall: bool
 ) -> None:
     monkeypatch.setattr(body_intake, "_GRACE_S", 600.0 if is_overall else 0.05)
@@ -131,7 +131,7 @@ def test_a_body_that_comes_too_slowly_is_given_up(
         wait_until(lambda: running.metrics.load == 0, "the request is still counted")
 
 
-def test_unfinished_bodies_take_no_place_of_others() -> None:
+def test_unfinished_bodies_do_not_take_the_place_of_others() -> None:
     with serve(max_concurrent_requests=2) as running:
         drips = [send(running, HEAD + "content-length: 9\r\n\r\n{") for _ in range(8)]
         wait_until(lambda: running.metrics.load == 8, "the bodies have begun")

@@ -176,13 +176,13 @@ def test_without_a_limit_an_answer_may_fill_the_context(server: RunningServer) -
     assert get_last_call(server)[1].max_tokens is None
 
 
-def test_continuing_a_message_begins_no_new_one(server: RunningServer) -> None:
+def test_continuing_a_message_starts_no_new_one(server: RunningServer) -> None:
     server.chat(continue_final_message=True)
     options = get_last_call(server)[0].options
     assert (options.add_generation_prompt, options.continue_final_message) == (False, True)
 
 
-def test_null_is_as_good_as_absent(server: RunningServer) -> None:
+def test_null_fields_count_as_absent(server: RunningServer) -> None:
     from sensorium.server.http.protocol.requests import ChatCompletionRequest
 
     nulls = dict.fromkeys(set(ChatCompletionRequest.__struct_fields__) - {"messages"})
@@ -206,7 +206,7 @@ def test_an_unknown_field_is_warned_about_once(
     ]
 
 
-def test_of_a_long_unknown_name_only_the_beginning_is_kept(
+def test_a_long_unknown_field_name_is_cut_in_the_warning(
     server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, logger="sensorium.server.http.bodies.reading"):
@@ -250,7 +250,7 @@ def test_no_other_field_is_called_misspelt(server: RunningServer, fields: dict[s
 
 
 @pytest.mark.parametrize("is_header", [False, True])
-def test_a_trace_is_in_the_answer_that_was_asked_for_it(
+def test_a_trace_is_in_the_answer_if_it_was_asked_for(
     server: RunningServer, is_header: bool
 ) -> None:
     body: dict[str, Any] = {"messages": HI} | ({} if is_header else {"trace": True})
@@ -270,7 +270,7 @@ def test_a_trace_is_in_the_answer_that_was_asked_for_it(
     assert "sensorium_trace" not in server.chat().json()
 
 
-def test_tokens_and_ends_are_measured_streamed_or_not() -> None:
+def test_tokens_and_finish_reasons_are_counted_streamed_or_not() -> None:
     with serve() as running:
         running.chat(n=2)
         running.chat(stream=True)

@@ -68,7 +68,7 @@ def test_a_streamed_answer_equals_the_whole_one(openai: OpenAI, echo: bool) -> N
         assert offsets[choice.index] == ([] if echo else [0, 3, 5])
 
 
-def test_log_probabilities_have_the_chosen_token_beside_the_likeliest(openai: OpenAI) -> None:
+def test_log_probabilities_have_the_chosen_token_and_the_likeliest_ones(openai: OpenAI) -> None:
     for number, likeliest in ((0, {"lo": -0.5}), (2, {"lo": -0.5, "x": -9999.0})):
         answer = openai.completions.create(model="tiny", prompt="a", logprobs=number)
         logprobs = answer.choices[0].logprobs
@@ -79,7 +79,7 @@ def test_log_probabilities_have_the_chosen_token_beside_the_likeliest(openai: Op
         assert logprobs.top_logprobs[1] == likeliest
 
 
-def test_echoed_log_probabilities_begin_with_those_of_the_prompt(server: RunningServer) -> None:
+def test_echoed_log_probabilities_start_with_those_of_the_prompt(server: RunningServer) -> None:
     choice = server.complete(echo=True, logprobs=1, prompt=[1, 2, 3]).json()["choices"][0]
     assert choice["text"] == "<1><2><3>" + TEXT
     assert choice["logprobs"]["tokens"] == ["<1>", "<2>", "<3>", "Hel", "lo", " wörld"]

@@ -66,7 +66,7 @@ def test_a_client_that_leaves_while_it_sends_starts_nothing() -> None:
         assert running.engine.calls == []
 
 
-def test_many_clients_that_leave_leave_nothing() -> None:
+def test_many_disconnected_clients_leave_nothing_behind() -> None:
     engine = ScriptedEngine(between=_wait_for_ever)
     with serve(engine) as running:
         connections = [

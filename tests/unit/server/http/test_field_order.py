@@ -23,7 +23,7 @@ HEAD = ("id", "object", "created", "model", "choices", "usage")
         (answers.GenerateChoice, ("index", "token_ids", "finish_reason", "stop_reason")),
     ],
 )
-def test_an_answer_begins_with_what_names_it(
+def test_an_answer_begins_with_its_identifying_fields(
     struct: type[msgspec.Struct], first: tuple[str, ...]
 ) -> None:
     assert struct.__struct_fields__[: len(first)] == first

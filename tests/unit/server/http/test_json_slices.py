@@ -48,7 +48,7 @@ def test_any_value_is_the_same_in_slices(value: Any, indent: int | None) -> None
     "text",
     [b"[1,2,]", b"[1,,2]", b"[,1]", b"[1,2", b"[1,2]]", b"[1 2,3]", b'{"a":[1,2,],"b":1}', b"[1,}"],
 )
-def test_what_is_malformed_is_malformed_in_slices_too(text: bytes) -> None:
+def test_malformed_json_is_also_malformed_in_slices(text: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_json(text)
 
@@ -58,7 +58,7 @@ def test_a_long_list_of_numbers_is_decoded_in_slices_of_the_real_size() -> None:
     assert decode_json(json.dumps({"prompt": [numbers]}).encode()) == {"prompt": [numbers]}
 
 
-def test_more_values_than_can_be_taken_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_values_than_can_be_sliced_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_slices, "MAX_VALUES", 10)
     with pytest.raises(RequestError, match="more than 10 values"):
         decode_json(json.dumps([[]] * 12).encode())

@@ -27,7 +27,7 @@ def count(value: Any) -> int:
 
 
 @given(value=VALUES)
-def test_as_many_are_counted_as_there_are(value: Any) -> None:
+def test_every_value_is_counted(value: Any) -> None:
     text = bytearray(msgspec.msgpack.encode(value))
     number = count(value)
     check_num_values(text, number)
@@ -43,7 +43,7 @@ def test_long_values_count_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("text", [b"\xc6\xff", b"\xdf", b"\xc1" * 9, b"\xc9\x00\x00\x00"])
-def test_what_is_cut_short_is_left_to_the_decoder(text: bytes) -> None:
+def test_truncated_data_is_left_to_the_decoder(text: bytes) -> None:
     check_num_values(bytearray(text), 9)
 
 

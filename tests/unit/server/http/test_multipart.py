@@ -81,7 +81,7 @@ NEAR_MISSES = st.lists(
     content=CONTENTS | NEAR_MISSES,
     places=st.sets(st.integers(1, 400), max_size=30),
 )
-def test_the_form_is_the_same_wherever_it_is_cut(
+def test_the_form_is_the_same_however_its_bytes_are_split(
     texts: list[str], content: bytes, places: set[int]
 ) -> None:
     texts = [text for text in texts if "--edge" not in text]
@@ -111,7 +111,7 @@ def test_a_form_may_come_byte_by_byte() -> None:
         ("; other=\"; filename*=UTF-8''a.wav\"", ""),
     ],
 )
-def test_a_name_that_is_only_given_with_its_encoding_is_one(rest: str, name: str) -> None:
+def test_a_file_name_given_only_with_its_encoding_counts(rest: str, name: str) -> None:
     body = make_body(make_part("file", b"content", rest=rest))
     assert read([body]) == ([("file", name)], b"content")
 
@@ -167,7 +167,7 @@ def test_a_part_that_is_not_allowed_is_named(parts: list[bytes], path: str, word
         (b"something else", "not valid multipart/form-data"),
     ],
 )
-def test_what_is_no_form_is_refused(body: bytes, words: str) -> None:
+def test_a_body_that_is_no_form_is_refused(body: bytes, words: str) -> None:
     with pytest.raises(ApiError, match=words) as caught:
         read([body])
     assert (caught.value.status, caught.value.code) == (400, "invalid_multipart")

@@ -136,7 +136,7 @@ def ask(openai: OpenAI, **options: Any) -> Any:
 
 
 def join(chunks: list[Any], index: int = 0) -> dict[str, Any]:
-    """What a client puts together of a stream, and how it came."""
+    """Return what a client joins from a stream, and the order of its parts."""
     whole: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "order": []}
     for choice in (c for chunk in chunks for c in chunk.choices if c.index == index):
         delta = choice.delta
@@ -167,7 +167,7 @@ def join(chunks: list[Any], index: int = 0) -> dict[str, Any]:
     return whole
 
 
-def test_a_call_is_told_as_openai_does(openai: OpenAI, engine: Any) -> None:
+def test_a_tool_call_has_the_shape_of_openai(openai: OpenAI, engine: Any) -> None:
     engine.text = CALL
     (choice,) = ask(openai, tools=[TOOL]).choices
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
@@ -229,7 +229,7 @@ def test_without_tools_calls_are_text(openai: OpenAI, engine: Any) -> None:
         assert choice.finish_reason == "stop"
 
 
-def test_one_call_is_told_where_they_may_not_be_parallel(openai: OpenAI, engine: Any) -> None:
+def test_without_parallel_calls_only_one_is_returned(openai: OpenAI, engine: Any) -> None:
     engine.text = CALL + CALL
     (choice,) = ask(openai, tools=[TOOL], parallel_tool_calls=False).choices
     assert len(choice.message.tool_calls) == 1
@@ -244,7 +244,7 @@ def test_an_answer_that_was_cut_off_says_so(openai: OpenAI, engine: Any) -> None
     assert join(list(ask(openai, tools=[TOOL], stream=True)))["reason"] == "length"
 
 
-def test_reasoning_that_the_prompt_has_opened(openai: OpenAI, engine: Any) -> None:
+def test_reasoning_that_the_prompt_opened_is_separated(openai: OpenAI, engine: Any) -> None:
     engine.text, engine.prompt_token_ids = "So.\n</think>\n\nHi", (1, 99)
     message = ask(openai).choices[0].message
     assert (message.content, message.model_extra["reasoning_content"]) == ("Hi", "So.")

@@ -196,7 +196,7 @@ def make_limits(**given: Any) -> BodyLimits:
     return BodyLimits(**{**defaults, "max_unfinished_bytes": 1000, **given})
 
 
-def test_a_body_that_is_given_up_while_it_is_written_ends_with_its_next_piece() -> None:
+def test_an_abandoned_upload_ends_with_its_next_piece() -> None:
     async def run() -> None:
         intake = BodyIntake(make_limits())
         is_kept, may_go_on = asyncio.Event(), asyncio.Event()

@@ -26,7 +26,7 @@ NUM_ENCODED, NUM_LOADED = 5, 2
 
 
 class IdleRunner:
-    """Samples token 1 for everyone."""
+    """Samples token 1 for all requests."""
 
     num_encoder_bytes = NUM_ENCODER_BYTES
     encoder_runner = SimpleNamespace(num_encoded=NUM_ENCODED, num_loaded=NUM_LOADED, store=None)

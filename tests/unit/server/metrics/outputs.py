@@ -19,7 +19,7 @@ def make_output(
     encoder_hits: tuple[int, ...] = (),
     mm_items: tuple[MediaItemReport, ...] = (),
 ) -> RequestOutput:
-    """Of a prompt of 10 tokens; with one completion per length."""
+    """Make an output for a prompt of 10 tokens, with one completion per length."""
     ends = reasons or (FinishReason.STOP,) * len(lengths)
     return RequestOutput(
         request_id="r",

@@ -42,7 +42,7 @@ def read(metrics: MetricSet) -> Values:
 
 
 def get_sum(metrics: MetricSet, name: str, **labels: str) -> tuple[float, float]:
-    """How often it was observed, and the sum."""
+    """Return how often it was observed, and the sum."""
     values = read(metrics)
     return values.get(f"{name}_count", **labels), values.get(f"{name}_sum", **labels)
 
@@ -83,7 +83,7 @@ def test_latencies_in_the_core_are_taken_from_its_times(metrics: MetricSet, time
     assert get_sum(metrics, "vllm:request_decode_time_seconds") == (1, 3.0)
     assert get_sum(metrics, "vllm:request_inference_time_seconds") == (1, 5.0)
     assert get_sum(metrics, "vllm:request_time_per_output_token_seconds") == (1, 1.0)
-    # Nobody told of single tokens: the core's time of the first one is as good.
+    # No single token was reported: the core's time of the first one is as good.
     assert get_sum(metrics, "vllm:time_to_first_token_seconds") == (1, 5.0)
 
 

@@ -90,7 +90,7 @@ def test_a_prompt_is_counted_once_for_all_its_completions(metrics: CoreMetrics) 
     assert values.get("sensorium:core_requests_total", finished_reason="length") == 3
 
 
-def test_cached_tokens_are_told_apart_from_computed_ones(metrics: CoreMetrics) -> None:
+def test_cached_tokens_are_counted_separately_from_computed_ones(metrics: CoreMetrics) -> None:
     core = make_core()
     for request_id in ("a", "b"):
         add(core, make_request(request_id, num_tokens=9))
@@ -114,7 +114,7 @@ def test_a_request_that_never_got_a_token_has_no_prompt_in_the_counts(metrics: C
     assert values.get("sensorium:core_requests_total", finished_reason="abort") == 1
 
 
-def test_the_queue_is_that_of_the_last_call(metrics: CoreMetrics) -> None:
+def test_the_queue_gauge_has_the_value_of_the_last_call(metrics: CoreMetrics) -> None:
     core = make_core()
     for index in range(6):  # 4 may run at once
         add(core, make_request(str(index), num_tokens=2, max_tokens=20))
@@ -143,7 +143,7 @@ def test_preemptions_are_counted(metrics: CoreMetrics) -> None:
     assert values.get("sensorium:sampled_tokens_total") == 20
 
 
-def test_most_is_written_a_few_times_a_second_while_there_is_work(
+def test_most_metrics_are_written_a_few_times_a_second_under_load(
     metrics: CoreMetrics, clock: Clock
 ) -> None:
     core = make_core()

@@ -81,7 +81,7 @@ def look_up(sender: SenderCache, *names: str, num_bytes: int = 128) -> None:
         sender.release([handle])
 
 
-def test_look_ups_of_media_are_counted_once_however_often_one_looks(
+def test_repeated_look_ups_of_one_item_are_counted_once(
     metrics: FrontendMetrics, media_parts: MediaParts
 ) -> None:
     sender = media_parts.caches.sender
@@ -101,7 +101,7 @@ def test_look_ups_of_media_are_counted_once_however_often_one_looks(
     assert values.get("sensorium:cache_capacity_bytes", level="processor") == CAPACITY
 
 
-def test_requests_without_an_engine_have_a_level_of_their_own(
+def test_render_only_requests_are_counted_as_readonly_hits(
     metrics: FrontendMetrics, media_parts: MediaParts
 ) -> None:
     readonly = media_parts.caches.readonly
@@ -115,7 +115,7 @@ def test_requests_without_an_engine_have_a_level_of_their_own(
     assert values.get("vllm:mm_cache_queries_total") == 0
 
 
-def test_evictions_of_a_private_cache_are_the_frontends_to_count(
+def test_the_frontend_counts_evictions_of_a_private_cache(
     metrics: FrontendMetrics, media_parts: MediaParts
 ) -> None:
     look_up(media_parts.caches.sender, *map(str, range(8)), num_bytes=1024)
@@ -126,7 +126,7 @@ def test_evictions_of_a_private_cache_are_the_frontends_to_count(
     assert values.get("sensorium:cache_evictions_total", level="processor") == num_evictions
 
 
-def test_what_a_shared_store_holds_is_left_to_the_core(metrics: FrontendMetrics) -> None:
+def test_the_core_counts_what_a_shared_store_holds(metrics: FrontendMetrics) -> None:
     store = ShmStore.create(capacity_bytes=1 << 16, max_object_bytes=1 << 15)
     media_parts = make_media_parts(ShmSender(store), store)
     look_up(media_parts.caches.sender, "cat", "cat")
@@ -156,7 +156,7 @@ def test_media_is_counted_by_source_and_by_reason_of_refusal(
     assert values.get("sensorium:media_bytes_total") == len(b"pixels")
 
 
-def test_what_a_pool_did_is_counted(metrics: FrontendMetrics) -> None:
+def test_the_work_of_a_pool_is_counted(metrics: FrontendMetrics) -> None:
     """Its own counts are tested with real processes; here they are only taken over."""
     statistics = PoolStatistics(
         num_workers=4,
@@ -185,7 +185,7 @@ def test_requests_before_the_core_are_a_queue(metrics: FrontendMetrics) -> None:
     assert read(metrics).get("sensorium:num_requests_preparing") == 0
 
 
-def test_the_load_is_what_has_arrived_and_not_left(metrics: FrontendMetrics) -> None:
+def test_the_load_is_the_number_of_requests_in_flight(metrics: FrontendMetrics) -> None:
     with metrics.track_arrival(), metrics.track_arrival():
         assert metrics.get_load() == 2
     assert metrics.get_load() == 0
@@ -214,7 +214,7 @@ def test_refusals_sockets_and_lag_are_counted(metrics: FrontendMetrics) -> None:
     assert values.get("sensorium:event_loop_lag_seconds_bucket", le="0.01") == 0
 
 
-def test_an_alias_says_the_same_as_the_name(metrics: FrontendMetrics) -> None:
+def test_an_alias_has_the_same_values_as_its_metric(metrics: FrontendMetrics) -> None:
     clock = metrics.start_request(arrived=0.0, params=SamplingParams())
     clock.on_tokens(0, 1)
     clock.on_tokens(0, 1)

@@ -1,4 +1,4 @@
-"""The line that says how it goes."""
+"""The log line with the rates of a server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rates_and_shares_are_those_of_the_time_between(metrics: MetricSet, line
     )
 
 
-def test_nothing_that_happened_is_no_line(line: LogLine) -> None:
+def test_no_line_is_logged_if_nothing_happened(line: LogLine) -> None:
     assert line.take(20.0) is None
 
 
@@ -57,31 +57,27 @@ def test_nothing_that_happened_is_no_line(line: LogLine) -> None:
         "sensorium:num_requests_preparing",
     ],
 )
-def test_a_request_that_only_waits_is_something(
-    metrics: MetricSet, line: LogLine, name: str
-) -> None:
+def test_a_waiting_request_is_logged(metrics: MetricSet, line: LogLine, name: str) -> None:
     metrics.gauge(name).set(1)
     assert line.take(20.0) is not None
     assert line.take(30.0) is not None  # it waits still
 
 
 @pytest.mark.parametrize("name", ["prefix_cache_queries", "mm_cache_queries", "generation_tokens"])
-def test_a_request_that_came_and_went_is_something(
-    metrics: MetricSet, line: LogLine, name: str
-) -> None:
+def test_a_finished_request_is_logged_once(metrics: MetricSet, line: LogLine, name: str) -> None:
     add(metrics, **{name: 1})
     assert line.take(20.0) is not None
     assert line.take(30.0) is None
 
 
-def test_a_share_of_nothing_is_not_given(metrics: MetricSet, line: LogLine) -> None:
+def test_a_rate_without_queries_is_not_available(metrics: MetricSet, line: LogLine) -> None:
     metrics.counter("vllm:request_success_total", "stop").inc()
     text = line.take(20.0)
     assert text is not None
     assert text.endswith("Prefix cache hit rate: n/a | MM cache hit rate: n/a")
 
 
-def test_each_line_begins_where_the_last_one_ended(metrics: MetricSet, line: LogLine) -> None:
+def test_each_line_covers_the_time_since_the_last_one(metrics: MetricSet, line: LogLine) -> None:
     add(metrics, generation_tokens=50)
     assert "generation 5.0 tok/s" in (line.take(20.0) or "")
     add(metrics, generation_tokens=50, mm_cache_queries=4, mm_cache_hits=3)

@@ -19,7 +19,7 @@ def test_every_series_is_defined_once_and_explained() -> None:
     assert [name for name in names if f"`{name}`" not in page] == []
 
 
-def test_the_page_explains_nothing_else() -> None:
+def test_the_page_explains_only_metrics_that_exist() -> None:
     names = {definition.name for definition in DEFINITIONS} | set(ALIASES)
     words = (ROOT / "docs" / "metrics.md").read_text().split("`")[1::2]
     series = {
@@ -28,13 +28,13 @@ def test_the_page_explains_nothing_else() -> None:
     assert {word for word in series if not word.endswith("…")} - names == set()
 
 
-def test_buckets_rise() -> None:
+def test_buckets_of_histograms_ascend() -> None:
     for definition in DEFINITIONS:
         assert (definition.kind is Histogram) == bool(definition.buckets)
         assert list(definition.buckets) == sorted(set(definition.buckets))
 
 
-def test_a_series_is_asked_for_by_its_kind() -> None:
+def test_a_metric_is_only_accessible_by_its_kind() -> None:
     metrics = MetricSet("tiny")
     with pytest.raises(InvariantError, match="is no counter"):
         metrics.counter("vllm:num_requests_running")

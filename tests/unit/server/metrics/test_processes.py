@@ -92,7 +92,7 @@ def test_a_killed_process_leaves_its_counters_and_takes_its_gauges(
 
 
 @pytest.mark.usefixtures("pair")
-def test_a_third_process_answers_for_all(tmp_path: Path) -> None:
+def test_any_process_can_report_the_metrics_of_all(tmp_path: Path) -> None:
     content_type, load, text = writers.run(READER, tmp_path).split("\n", 2)
     assert content_type.startswith("text/plain")
     assert load == "4"
@@ -172,7 +172,9 @@ def test_the_panels_of_known_dashboards_find_their_series(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("part", SERVING_PARTS)
-def test_it_is_loaded_without_torch_and_without_a_directory(part: str, tmp_path: Path) -> None:
+def test_metrics_are_loaded_without_torch_and_without_a_directory(
+    part: str, tmp_path: Path
+) -> None:
     script = (
         f"import sys, sensorium.server.metrics.{part}\n"
         f"print(*sorted(set(sys.modules) & {set(HEAVY)}))"

@@ -1,4 +1,4 @@
-"""Metrics lie in memory that needs no disk, and that the next life of a process goes on with."""
+"""Metrics lie in memory that needs no disk, and that a restarted process continues with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_files_are_links_to_memory_that_is_reserved(tmp_path: Path) -> None:
     assert not any(path.exists() for path in paths)
 
 
-def test_the_next_life_goes_on_with_counters_and_begins_gauges_anew(tmp_path: Path) -> None:
+def test_a_restarted_process_keeps_counters_and_resets_gauges(tmp_path: Path) -> None:
     directory = tmp_path / "metrics"
     with making_files(directory, num_frontends=1):
         first = writers.start(FRONTEND, directory)
@@ -59,7 +59,7 @@ def test_the_next_life_goes_on_with_counters_and_begins_gauges_anew(tmp_path: Pa
         assert get_path(directory, "counter", "frontend-0").stat().st_size == size
 
 
-def test_gauges_of_a_process_that_never_wrote_are_no_obstacle(tmp_path: Path) -> None:
+def test_clearing_gauges_of_a_process_that_never_wrote_is_harmless(tmp_path: Path) -> None:
     directory = tmp_path / "metrics"
     with making_files(directory, num_frontends=1):
         clear_gauges("core", directory)

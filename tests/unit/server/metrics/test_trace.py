@@ -28,7 +28,7 @@ def make_clock(now: float) -> RequestClock:
     return clock
 
 
-def test_it_names_every_stage_in_order_and_sums_those_of_items() -> None:
+def test_the_trace_names_every_stage_in_order_and_sums_those_of_items() -> None:
     items = (
         make_report("cat", 0, 4, fetch=0.5, decode=0.25),
         make_report("dog", 1, 8, fetch=0.125),
@@ -52,7 +52,7 @@ def test_it_names_every_stage_in_order_and_sums_those_of_items() -> None:
     assert (trace["request_id"], trace["num_prompt_tokens"]) == ("r", 10)
 
 
-def test_it_says_of_each_item_which_caches_served_it() -> None:
+def test_the_trace_names_the_caches_that_served_each_item() -> None:
     """The items come in the order in which they were given; the second stands first."""
     items = (
         make_report("cat", 1, 7, fetch=0.5),
@@ -93,7 +93,7 @@ def test_it_says_of_each_item_which_caches_served_it() -> None:
     ]
 
 
-def test_text_alone_has_no_items() -> None:
+def test_a_text_prompt_has_no_items_in_its_trace() -> None:
     trace = make_trace(make_output(3, times=None), make_clock(109.0))
     assert trace["items"] == []
     assert "queue" not in trace["ms"]

@@ -15,7 +15,7 @@ _TIMEOUT_S = 120.0  # against hanging only
 
 
 def start(script: str, directory: Path, arguments: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """A process that runs `script` and then waits until its input ends."""
+    """Start a process that runs `script` and then waits until its input ends."""
     code = f"{script}\nprint('written', flush=True)\nimport sys\nsys.stdin.read()\n"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
@@ -39,14 +39,14 @@ def end(process: subprocess.Popen[str]) -> None:
 
 
 def kill(process: subprocess.Popen[str]) -> None:
-    """As the kernel does when memory is short: nothing is cleaned up."""
+    """Kill a process as the kernel does when memory is short: without any clean-up."""
     with process:
         process.kill()
         process.wait(_TIMEOUT_S)
 
 
 def run(script: str, directory: Path) -> str:
-    """What a process that runs `script` prints."""
+    """Return what a process that runs `script` prints."""
     return subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(directory)},

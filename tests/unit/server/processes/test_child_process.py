@@ -18,7 +18,7 @@ from sensorium.server.processes.control import (
     encode_line,
 )
 
-# It hears something, says its last words, and is gone.
+# It receives something, sends its last messages, and ends.
 _CHILD = """
 import os, sys
 last_words, num_bytes, descriptor = sys.argv[1], *map(int, sys.argv[2:])
@@ -28,8 +28,8 @@ os._exit(3)
 """
 
 
-@pytest.mark.parametrize("num_bytes", [1, 1000], ids=["half heard", "all heard"])
-def test_last_words_are_read_after_a_write_that_failed(num_bytes: int) -> None:
+@pytest.mark.parametrize("num_bytes", [1, 1000], ids=["half received", "all received"])
+def test_the_last_messages_of_a_child_are_read_after_a_failed_write(num_bytes: int) -> None:
     last_words = [Serving(()), Failed("why")]
 
     async def main() -> None:

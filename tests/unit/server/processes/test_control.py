@@ -80,7 +80,7 @@ def test_the_parent_reads_what_a_child_sends(
     assert FROM_CHILD.decode(line) == message
 
 
-def test_the_endpoint_of_each_life_is_another() -> None:
+def test_each_restart_of_the_core_has_another_endpoint() -> None:
     assert START_CORE.endpoint == "ipc:///d/core-2.sock"
 
 
@@ -105,7 +105,7 @@ def fail(message: object) -> None:
 
 
 @pytest.mark.parametrize("line", [b'{"type": "Nonsense"}\n', b"[}\n", encode_line(Stop())])
-def test_what_can_not_be_obeyed_is_told_and_ends_the_reading(
+def test_a_message_that_can_not_be_handled_is_reported_and_ends_the_reading(
     ends: tuple[socket.socket, socket.socket], line: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     got: queue.SimpleQueue[str] = queue.SimpleQueue()

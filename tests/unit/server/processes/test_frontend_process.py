@@ -15,7 +15,7 @@ from sensorium.server.processes.frontend_main import Inbox
 from tests.unit.server.processes.test_control import INFO
 
 
-def test_messages_wait_until_somebody_takes_them_and_keep_their_order() -> None:
+def test_messages_wait_for_their_reader_and_keep_their_order() -> None:
     inbox = Inbox()
     taken: list[Any] = []
     early, late = [CoreUp(INFO), CoreDown("first")], [CoreDown("second"), CoreUp(INFO)]
@@ -41,7 +41,7 @@ def test_metrics_are_up_to_date_before_the_last_byte_is_sent() -> None:
         happened.append(message.get("body", b"").decode() or "start")
 
     async def receive() -> Any:
-        raise AssertionError("nobody reads here")
+        raise AssertionError("no reader is expected here")
 
     wrapped = SyncBeforeEnd(app, lambda: happened.append("sync"))
     asyncio.run(wrapped({"type": "http"}, receive, send))

@@ -1,4 +1,4 @@
-"""A parent tells a core that is slow from one that hangs."""
+"""A parent distinguishes a slow core from one that hangs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_core_that_moves_again_is_stalled_no_more() -> None:
     assert set(looks.look_often(59, beat=6.0)) == {"moves"}
 
 
-def test_a_step_of_an_hour_whose_blocks_go_on_is_no_stall() -> None:
+def test_a_step_of_an_hour_that_makes_progress_is_no_stall() -> None:
     looks = Looks()
     assert {looks.look(beat=float(1 + number // 30)) for number in range(3600)} == {"moves"}
 

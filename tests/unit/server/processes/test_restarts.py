@@ -12,7 +12,7 @@ def test_pauses_double_from_half_a_second() -> None:
     assert [policy.note_end(lived_s=1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, 8.0]
 
 
-def test_after_five_tries_in_a_row_there_is_no_other() -> None:
+def test_after_five_tries_in_a_row_restarts_stop() -> None:
     policy = RestartPolicy()
     pauses = [policy.note_end(lived_s=0.0) for _ in range(MAX_TRIES + 1)]
     assert None not in pauses[:MAX_TRIES]

@@ -23,14 +23,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_directory_is_for_its_owner_alone_and_goes_with_the_server() -> None:
+def test_the_directory_is_private_and_is_removed_with_the_server() -> None:
     with sharing_resources(ServeOptions(port=0)) as shared_resources:
         assert stat.S_IMODE(shared_resources.directory.stat().st_mode) == 0o700
         assert shared_resources.metrics_directory.is_dir()
     assert not shared_resources.directory.exists()
 
 
-def test_a_directory_that_takes_nothing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_directory_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/proc")
     reason = r"metrics can't be stored in the temporary directory"
     with pytest.raises(RequestError, match=reason), sharing_resources(ServeOptions(port=0)):
@@ -51,7 +51,7 @@ def test_paths_of_sockets_stay_short_enough(
     assert not list(deep.iterdir())
 
 
-def test_nobody_is_connected_before_a_frontend_listens() -> None:
+def test_connections_are_refused_before_a_frontend_listens() -> None:
     with closing(Address.bind("127.0.0.1", 0)) as own:
         address = own.listener.getsockname()
         assert own.url == f"http://127.0.0.1:{address[1]}"
@@ -70,7 +70,7 @@ def test_the_shared_memory_is_ready_for_those_who_inherit_it() -> None:
         os.fstat(shared_resources.shm_fd)
 
 
-def test_a_failure_on_the_way_leaves_nothing(temporary: Path) -> None:
+def test_a_failure_while_resources_are_made_leaves_nothing(temporary: Path) -> None:
     media = MediaOptions(mm_processor_cache_type="shm", mm_processor_cache_gb=2**19)
     options = ServeOptions(port=0, media=media)
     reason = "the shared-memory cache can't reserve .*smaller mm_processor_cache_gb"
@@ -79,6 +79,6 @@ def test_a_failure_on_the_way_leaves_nothing(temporary: Path) -> None:
     assert not list(temporary.iterdir())
 
 
-def test_an_address_that_is_none_is_told() -> None:
+def test_an_invalid_address_is_named() -> None:
     with pytest.raises(RequestError, match=r"'999\.1\.1\.1' is no address"):
         Address.bind("999.1.1.1", 0)

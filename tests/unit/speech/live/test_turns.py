@@ -86,8 +86,8 @@ def test_speech_without_end_is_cut_at_its_quietest_place() -> None:
     assert isinstance(last, TurnEnded)
     assert 25.0 <= first.end / RATE <= 25.3 + FRAME_S
     assert again == TurnStarted(first.end)
-    heard = np.concatenate([first.samples, last.samples])
-    assert np.array_equal(heard, audio[: last.end])  # nothing is lost between the two
+    joined = np.concatenate([first.samples, last.samples])
+    assert np.array_equal(joined, audio[: last.end])  # nothing is lost between the two
 
 
 def test_a_commit_ends_the_turn_that_is_spoken() -> None:
@@ -117,7 +117,7 @@ def test_without_detection_the_caller_ends_turns() -> None:
     with pytest.raises(AudioBufferError, match="50 ms"):
         buffer.commit()
     add(buffer, audio[:800])
-    assert buffer.commit().start == len(audio)  # time goes on
+    assert buffer.commit().start == len(audio)  # time continues
 
 
 def test_a_full_buffer_takes_no_more_and_keeps_what_it_has() -> None:
@@ -165,6 +165,6 @@ def test_turns_are_pieces_of_the_audio_in_order(
     assert events == [] or buffer.end == len(audio)
     is_open = len(kinds) % 2 == 1
     assert is_open or buffer.num_samples <= 0.3 * RATE + 2 * FRAME + step
-    # The same sound in chunks of another size has the same turns.
+    # The same audio in chunks of another size has the same turns.
     again = add(make_buffer(), audio, 512)
     assert [(type(e), e.start) for e in again] == [(type(e), e.start) for e in events]

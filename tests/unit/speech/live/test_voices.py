@@ -75,7 +75,7 @@ def test_the_network_computes_what_the_package_does(
     assert np.abs(np.array(found) - expected).max() < 1e-4
 
 
-def test_speech_is_found_and_other_audios_are_not(speech: np.ndarray) -> None:
+def test_speech_is_detected_and_other_audio_is_not(speech: np.ndarray) -> None:
     likely = SileroDetector().detect(speech)
     assert np.mean(np.array(likely) > 0.5) > 0.7
     rng = np.random.default_rng(0)

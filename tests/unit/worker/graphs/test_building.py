@@ -128,7 +128,7 @@ class _WrongSegments(AgainRecorder):
         ),
     ],
 )
-def test_what_cannot_be_captured_runs_without(
+def test_a_model_that_can_not_be_captured_runs_without_graphs(
     tiny_model: TinyModel,
     monkeypatch: pytest.MonkeyPatch,
     recorders: Recorders,
@@ -146,7 +146,7 @@ def test_what_cannot_be_captured_runs_without(
     assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
-def test_what_no_kernel_can_do_is_no_error(
+def test_attention_that_no_kernel_can_capture_is_no_error(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU the trial of the kernels may fail, for any reason."""

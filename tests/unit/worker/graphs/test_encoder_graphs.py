@@ -237,7 +237,7 @@ def test_a_lack_of_memory_is_tried_again_later(
     assert graphs.num_graphs == 1
 
 
-def test_a_bad_item_fails_alone_and_does_not_turn_graphs_off(
+def test_a_bad_item_fails_only_itself_and_does_not_turn_graphs_off(
     at_once: EncoderGraphs, hf_model: HfModel, recorder: AgainRecorder
 ) -> None:
     bad = make_item(1)

@@ -29,7 +29,7 @@ def test_sizes_end_with_the_most_requests_of_a_step(
 @pytest.mark.parametrize(
     ("chosen", "sizes"), [((2, 1), (1, 2)), ((4, 8, 9), (4, 6)), ((100,), (6,)), ((3, 3), (3,))]
 )
-def test_chosen_sizes_end_with_the_most_requests_too(
+def test_chosen_sizes_also_end_with_the_most_requests(
     chosen: tuple[int, ...], sizes: tuple[int, ...]
 ) -> None:
     assert get_decode_sizes(6, chosen) == sizes

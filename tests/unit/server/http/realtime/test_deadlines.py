@@ -28,7 +28,7 @@ def test_a_session_that_is_used_lasts_to_its_end() -> None:
     assert deadlines.find_ending(3600.0) is EXPIRED
 
 
-def test_who_waits_for_the_server_is_not_idle() -> None:
+def test_a_client_that_waits_for_the_server_is_not_idle() -> None:
     deadlines = Deadlines(idle_s=5.0, max_s=0.0, began=0.0)
     deadlines.num_busy = 1
     assert deadlines.find_ending(1e6) is None

@@ -1,4 +1,4 @@
-"""Live sessions over real WebSockets that end, or whose clients and engine do something wrong."""
+"""Live sessions over real WebSockets that end, or have faulty clients or engines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.unit.server.standing_in import RunningServer
 from tests.unit.server.transcribing import TEXT, ScriptedTranscriber
 
 
-def test_garbage_is_answered_and_the_session_goes_on(server: RunningServer) -> None:
+def test_garbage_is_answered_and_the_session_continues(server: RunningServer) -> None:
     with begin(server, turn_detection=None) as talker:
         for message, code in (
             ("hello", "invalid_json"),
@@ -229,7 +229,7 @@ def test_a_session_that_reaches_its_end_gets_what_was_said(
         assert caught.value.rcvd.code == 4001
 
 
-def test_a_server_that_stops_lets_the_last_words_be_written(
+def test_a_server_that_stops_still_transcribes_the_last_words(
     make_server: Callable[..., RunningServer], transcriber: ScriptedTranscriber
 ) -> None:
     gate = asyncio.Event()
@@ -301,7 +301,7 @@ def test_a_client_that_is_not_read_needs_to_answer_no_ping(
         sender.join(240)
 
 
-def test_a_session_has_a_log_line_at_its_begin_and_its_end(
+def test_a_session_has_a_log_line_at_its_start_and_its_end(
     make_server: Callable[..., RunningServer],
     transcriber: ScriptedTranscriber,
     caplog: pytest.LogCaptureFixture,

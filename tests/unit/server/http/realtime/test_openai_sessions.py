@@ -44,7 +44,7 @@ from tests.unit.server.standing_in import RunningServer
 from tests.unit.server.transcribing import TEXT, TEXTS, ScriptedTranscriber
 
 
-def test_speech_is_found_and_written_down(server: RunningServer) -> None:
+def test_speech_is_detected_and_transcribed(server: RunningServer) -> None:
     with begin(server) as talker:
         talker.say(SPOKEN)
         messages = talker.receive_until(COMPLETED)
@@ -335,7 +335,7 @@ def make_mulaw(samples: Any) -> bytes:
 
 
 @pytest.mark.parametrize("rate", [8000, 16_000, 24_000])
-def test_audio_of_any_format_has_its_length(
+def test_audio_of_every_format_has_the_right_length(
     server: RunningServer, transcriber: ScriptedTranscriber, rate: int
 ) -> None:
     audio = make_tones((LOUD, 1.0), rate=rate)
@@ -377,8 +377,8 @@ async def talk_by_sdk(server: RunningServer) -> list[Any]:
         )
         audio = make_tones((QUIET, 0.5), (LOUD, 1.0), (QUIET, 1.0), rate=24_000)
         for start in range(0, len(audio), 2400):
-            audio = base64.b64encode(to_pcm16(audio[start : start + 2400])).decode()
-            await connection.input_audio_buffer.append(audio=audio)
+            chunk = base64.b64encode(to_pcm16(audio[start : start + 2400])).decode()
+            await connection.input_audio_buffer.append(audio=chunk)
         async for event in connection:
             events.append(event)
             if event.type == COMPLETED:

@@ -1,4 +1,4 @@
-"""Live sessions whose clients send very small frames: taken within limits, else closed."""
+"""Live sessions with very small frames: accepted within limits, else closed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_the_other_dialect_has_one_text_for_the_whole_audio(server: RunningServe
             "prompt_tokens_details": {"audio_tokens": 3000},
             "seconds": 5.0,
         }
-        # Another sound may follow.
+        # Another audio may follow.
         talker.say(make_tones((QUIET, 0.2), (LOUD, 0.5)))
         talker.commit(final=True)
         assert talker.receive_until("transcription.done")[-1]["text"] == TEXT

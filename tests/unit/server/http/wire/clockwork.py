@@ -135,7 +135,7 @@ def open_http() -> Line:
     feed = line.note_bytes(line.protocol.parser.feed_data)
 
     class Parser:
-        """The parser of the connection, whose methods can't be replaced."""
+        """Wraps the connection's parser, as its methods can't be replaced."""
 
         feed_data = staticmethod(feed)
 

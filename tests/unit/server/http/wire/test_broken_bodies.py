@@ -60,7 +60,7 @@ def test_a_broken_body_is_answered_after_requests_that_have_their_answers() -> N
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_it_is_not_taken_for_the_answer_of_an_earlier_request(kind: str) -> None:
+def test_the_error_of_a_broken_body_is_not_the_answer_of_an_earlier_request(kind: str) -> None:
     async def wait(_: Any) -> None:
         await asyncio.sleep(3600.0)
 

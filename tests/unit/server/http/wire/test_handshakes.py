@@ -78,7 +78,7 @@ def read_to_the_end(connection: socket.socket) -> bytes:
     ],
 )
 @pytest.mark.parametrize("before", [b"", REQUEST], ids=["first", "after another"])
-def test_it_is_answered_with_the_reason_and_closed(
+def test_a_bad_handshake_is_answered_with_the_reason_and_closed(
     server: RunningServer, content: bytes, status: int, words: str, before: bytes
 ) -> None:
     with open_to(server, before) as connection:
@@ -132,7 +132,9 @@ def test_half_a_handshake_is_ended_by_the_timer_of_heads() -> None:
         assert read_to_the_end(connection).startswith(b"HTTP/1.1 408")
 
 
-def test_no_connection_is_kept(server: RunningServer, count_files: Callable[[], int]) -> None:
+def test_bad_handshakes_keep_no_connection(
+    server: RunningServer, count_files: Callable[[], int]
+) -> None:
     before = count_files()
     kinds = [
         make(b"POST /v1/realtime"),

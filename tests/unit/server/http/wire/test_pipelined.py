@@ -18,7 +18,7 @@ PATIENT = make_http_protocol(head_timeout_s=3600.0, max_connections=None, stream
 
 
 def make(*, num_bytes: int = 0, stream: bool = False) -> bytes:
-    """Return a request whose body has so many bytes more than it needs."""
+    """Return a request with so many bytes more in its body than it needs."""
     body = b'{"prompt": "hi", "stream": %s}' % (b"true" if stream else b"false") + b" " * num_bytes
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -35,7 +35,7 @@ def make(*, num_bytes: int = 0, stream: bool = False) -> bytes:
     ],
 )
 @pytest.mark.parametrize("is_at_once", [True, False], ids=["at once", "later"])
-def test_who_leaves_with_requests_that_wait_ends_all_of_them(
+def test_a_client_that_leaves_ends_all_its_waiting_requests(
     first: bytes, behind: bytes, is_at_once: bool, is_reset: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)

@@ -83,7 +83,7 @@ def test_an_answer_that_takes_long_is_not_cut_off() -> None:
             assert answer.count(b'"finish_reason":"stop"') == 1
 
 
-def test_a_connection_beyond_the_limit_is_told_to_come_again() -> None:
+def test_a_connection_beyond_the_limit_gets_retry_after() -> None:
     few = make_http_protocol(head_timeout_s=60.0, max_connections=2, stream_timeout_s=0.0)
     with (
         serve(http=few) as running,

@@ -238,7 +238,7 @@ def test_nothing_is_parsed_for_a_connection_that_has_ended() -> None:
         assert line.given == []
 
 
-def test_an_allowance_grows_up_to_its_most() -> None:
+def test_an_allowance_grows_up_to_its_maximum() -> None:
     allowance = Allowance(10, per_s=2, now=0.0)
     assert allowance.take(10, 0.0) == 0.0
     assert allowance.take(4, 1.0) == 1.0

@@ -21,11 +21,11 @@ def look_until_over(watch: UnreadWatch, num_bytes: int, *, begin: float = 0.0) -
     raise AssertionError("it never has enough")
 
 
-def test_nothing_taken_for_the_whole_timeout_is_the_end() -> None:
+def test_a_client_that_reads_nothing_for_the_whole_timeout_is_closed() -> None:
     assert look_until_over(make_watch(), 1000) == TIMEOUT_S
 
 
-def test_one_byte_begins_the_timeout_anew() -> None:
+def test_one_read_byte_restarts_the_timeout() -> None:
     watch = make_watch()
     assert not watch.look(7.5, 1000)
     assert not watch.look(15.0, 999)

@@ -95,7 +95,7 @@ def test_a_head_comes_byte_by_byte(server: RunningServer) -> None:
         assert b"200 OK" in read_to_the_end(connection)
 
 
-def test_its_head_is_limited_like_others() -> None:
+def test_the_head_of_an_upgrade_is_limited_like_others() -> None:
     head = b"POST / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\n"
     lines = b"x-long: " + b"a" * 70_000 + b"\r\n"
     soon = make_http_protocol(head_timeout_s=0.3, max_connections=None, stream_timeout_s=0.0)
