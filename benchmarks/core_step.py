@@ -78,8 +78,8 @@ def make_scheduler(num_items: int, *, max_num_batched_tokens: int = WINDOW) -> S
 
 def answer(output: SchedulerOutput) -> ModelRunnerOutput:
     """Return what a worker would answer; its token is always the same."""
-    sampled = {entry.request_id: 7 for entry in output.scheduled if entry.is_sampled}
-    return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
+    sampled = {entry.request_id: (7,) for entry in output.scheduled if entry.num_sampled}
+    return ModelRunnerOutput(token_ids=sampled, logprobs={}, failed_encodes={})
 
 
 class Subject:

@@ -108,14 +108,14 @@ class SilentRunner(StreamingRunner):
 
     def _run(self, rows: Any, step: Any) -> Any:
         self._input_batch.prepare(rows, self._unread)
-        step = SimpleNamespace(sampled=[state for entry, state in rows if entry.is_sampled])
+        step = SimpleNamespace(sampled=[state for entry, state in rows if entry.num_sampled])
         for state in step.sampled:
             state.append_token(TOKEN)
         return step
 
     def finish(self, step: Any) -> ModelRunnerOutput:
-        sampled = {state.request.request_id: TOKEN for state in step.sampled}
-        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
+        sampled = {state.request.request_id: (TOKEN,) for state in step.sampled}
+        return ModelRunnerOutput(token_ids=sampled, logprobs={}, failed_encodes={})
 
 
 def make_core() -> EngineCore:

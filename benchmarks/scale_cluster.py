@@ -91,8 +91,8 @@ class SimulatedEngine:
             step = self._scheduler.schedule()
             entries = [entry for each in step.scheduled for entry in each.encoder_inputs]
             await asyncio.sleep(STEP_S + ENCODE_S * len(entries))
-            tokens = {each.request_id: 7 for each in step.scheduled if each.is_sampled}
-            result = ModelRunnerOutput(sampled_token_ids=tokens, logprobs={}, failed_encodes={})
+            tokens = {each.request_id: (7,) for each in step.scheduled if each.num_sampled}
+            result = ModelRunnerOutput(token_ids=tokens, logprobs={}, failed_encodes={})
             for output in self._scheduler.update_from_output(step, result):
                 own = self._outputs[output.request_id]
                 own.put_nowait(output)

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from sensorium import LLM, RequestOutput, SamplingParams
 from sensorium.multimodal.processing.ctc_transducer import CtcTransducerParts
+from sensorium.types.request import FRAMES
 from tests.parity.cases import Audio, make_audio
 from tests.support.engine import make_llm
 
@@ -170,9 +171,8 @@ def run(llm: LLM, spoken: Sequence[Spoken]) -> list[RequestOutput]:
 def read_rows(output: RequestOutput) -> tuple[Rows, list[float]]:
     """Return the rows of an engine's table, without the log-probabilities, and these."""
     assert output.error is None
-    assert output.speech is not None
-    assert output.speech.frames is not None
-    table = np.frombuffer(output.speech.frames, np.float32).reshape(output.speech.shape)
+    frames = output.results[FRAMES]
+    table = np.frombuffer(frames.values, np.float32).reshape(frames.shape)
     rows = np.delete(table, 1, axis=1).astype(int).tolist()
     return [tuple(row) for row in rows], table[:, 1].tolist()
 

@@ -18,6 +18,7 @@ from sensorium.multimodal.processing.ctc_transducer import CtcTransducerProcesso
 from sensorium.speech import frames
 from sensorium.speech.frames import read_table
 from sensorium.types.errors import RequestError
+from sensorium.types.request import FRAMES
 from sensorium.worker.ctc_transducer_runner import CtcTransducerRunner
 from tests.parity.cases import make_audio
 from tests.parity.ctc_transducer_reference import (
@@ -175,8 +176,8 @@ def test_tokens_have_the_times_of_transformers(
     outputs = run(model.llm, model.spoken)
     num_marks = 0
     for output, entry in zip(outputs, model.spoken, strict=True):
-        assert output.speech is not None
-        table = np.frombuffer(output.speech.frames or b"", np.float32).reshape(output.speech.shape)
+        frames = output.results[FRAMES]
+        table = np.frombuffer(frames.values, np.float32).reshape(frames.shape)
         tokens = read_table(table, model.speech.rules)
         times = [(token.start * frame_s, token.end * frame_s) for token in tokens]
         expected = model.reference.get_times(entry.audio, model.speech.rules.head)

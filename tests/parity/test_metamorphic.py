@@ -108,7 +108,7 @@ def test_chunks_change_nothing(reference_of: ReferenceOf, alone: Any, family: st
     trace = Trace(llm)
     outputs = llm.generate(get_prompts(reference_of(family)), get_params(), use_tqdm=False)
     assert get_token_ids(outputs) == alone(family)
-    partial = [s for step in trace.steps for s in step.scheduled if not s.is_sampled]
+    partial = [s for step in trace.steps for s in step.scheduled if not s.num_sampled]
     assert len(partial) > 8
 
 

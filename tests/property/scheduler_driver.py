@@ -175,7 +175,7 @@ class SchedulerDriver:
         """No request runs if its next token depends on one that has not been read."""
         if self.under_way is None:
             return
-        unread = {s.run for s in self.under_way[0].scheduled if s.is_sampled}
+        unread = {s.run for s in self.under_way[0].scheduled if s.num_sampled}
         for scheduled in output.scheduled:
             params = self.open[scheduled.request_id].sampling_params
             is_free = not params.has_penalties and params.structured_outputs is None
@@ -197,12 +197,14 @@ class SchedulerDriver:
         output: SchedulerOutput,
         *,
         token_id: int,
+        num_forced: int = 0,
         failing_hashes: Collection[str] = (),
         failing_requests: Collection[str] = (),
     ) -> None:
         result = self.worker.execute(
             output,
             token_id=token_id,
+            num_forced=num_forced,
             failing_hashes=failing_hashes,
             failing_requests=failing_requests,
         )

@@ -126,12 +126,14 @@ class SimulatedWorker:
         output: SchedulerOutput,
         *,
         token_id: int,
+        num_forced: int = 0,
         failing_hashes: Collection[str] = (),
         failing_requests: Collection[str] = (),
     ) -> ModelRunnerOutput:
         """Obey a step; every request that samples gets `token_id`.
 
-        Items of `failing_hashes` fail, and so do `failing_requests`.
+        Those with tokens that the host has to read get it `num_forced` times more, as if a rule
+        left no choice after it. Items of `failing_hashes` fail, and so do `failing_requests`.
         """
         self._drop_and_start(output)
         failed = self._encode(output, failing_hashes)
@@ -148,18 +150,21 @@ class SimulatedWorker:
             healthy += [scheduled] if is_healthy else []
         for scheduled in healthy:
             self._read(self.rows[scheduled.request_id], scheduled)
-        sampled, scored = {}, {}
+        sampled: dict[str, tuple[int, ...]] = {}
+        scored: dict[str, tuple[TokenLogprobs, ...]] = {}
         for scheduled in healthy:
             row = self.rows[scheduled.request_id]
             scored[scheduled.request_id] = self._score(row, scheduled)
             row.num_computed_tokens += scheduled.num_new_tokens
             row.has_media = self._is_encoder_decoder
-            assert scheduled.is_sampled == (row.num_computed_tokens == len(row.token_ids))
-            if scheduled.is_sampled:
-                sampled[scheduled.request_id] = token_id
-                row.token_ids.append(token_id)
+            assert scheduled.num_sampled == (row.num_computed_tokens == len(row.token_ids))
+            if scheduled.num_sampled:
+                is_read = row.request.sampling_params.has_penalties
+                chosen = (token_id,) * (1 + num_forced * is_read)
+                sampled[scheduled.request_id] = chosen
+                row.token_ids += chosen
         return ModelRunnerOutput(
-            sampled_token_ids=sampled,
+            token_ids=sampled,
             logprobs={},
             failed_encodes=dict.fromkeys(sorted(failed), "it can't be encoded"),
             failed_requests=dict.fromkeys(failing_requests, RequestError("no sense comes of it")),

@@ -132,7 +132,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             num_computed_tokens=request.num_computed_tokens,
             num_new_tokens=end - request.num_computed_tokens,
             new_block_ids=block_ids,
-            is_sampled=end == request.num_tokens,
+            num_sampled=int(end == request.num_tokens),
         )
         output = SchedulerOutput(
             scheduled=(scheduled,),
@@ -142,7 +142,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.stopped.clear()
         result = self.worker.execute(output, token_id=1 + end % 2)
         request.num_computed_tokens = end
-        for token_id in result.sampled_token_ids.values():
+        for (token_id,) in result.token_ids.values():
             request.append_token(token_id)
 
     @precondition(lambda self: self.requests)

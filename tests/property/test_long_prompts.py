@@ -59,7 +59,7 @@ def list_pieces(output: SchedulerOutput) -> list[int]:
     The last token of a prompt that is computed alone is as a token of an answer, and no piece.
     """
     entries = [s for s in output.scheduled if s.request_id.startswith("long")]
-    return [s.num_new_tokens for s in entries if s.num_new_tokens > 1 or not s.is_sampled]
+    return [s.num_new_tokens for s in entries if s.num_new_tokens > 1 or not s.num_sampled]
 
 
 @settings(thorough, max_examples=100)
@@ -90,7 +90,7 @@ def test_new_requests_have_their_first_token_in_the_next_step(
         pieces = list_pieces(output)
         if names:
             assert sum(pieces) <= max(1, min(threshold, budget // 2))
-        sampled = {s.request_id for s in output.scheduled if s.is_sampled}
+        sampled = {s.request_id for s in output.scheduled if s.num_sampled}
         num_last = len(sampled.difference(names))
         assert len(sampled.intersection(names)) >= min(len(names), budget - sum(pieces) - num_last)
     driver.drain()

@@ -83,7 +83,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             names = st.sets(st.sampled_from(REQUEST_IDS), max_size=2)
             left_out = data.draw(names) if outcome == "requests fail" else ()
             self.live.finish_step(
-                output, token_id=1, failing_hashes=failing, failing_requests=left_out
+                output,
+                token_id=1,
+                num_forced=data.draw(st.integers(0, 3)),
+                failing_hashes=failing,
+                failing_requests=left_out,
             )
 
     @rule(request_id=st.sampled_from(REQUEST_IDS))

@@ -20,11 +20,12 @@ from enum import Enum, auto
 from sensorium.types.errors import RequestError, make_record
 from sensorium.types.multimodal import MultiModalFeatureSpec, get_mm_features_in_window
 from sensorium.types.request import (
+    NO_RESULTS,
     CoreTimes,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
-    SpeechFindings,
+    Results,
     TokenLogprobs,
 )
 from sensorium.types.sampling import SamplingParams
@@ -260,7 +261,7 @@ class Request:
         new_token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
-        speech: SpeechFindings | None = None,
+        results: Results = NO_RESULTS,
     ) -> EngineCoreOutput:
         """Return an output, with what describes the whole request only if it may be the last."""
         # A stop string, which the frontend looks for, may make any output the last one.
@@ -270,7 +271,7 @@ class Request:
             new_token_ids=new_token_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            speech=speech,
+            results=dict(results),
             finish_reason=reason,
             stop_token_id=stop_token_id,
             error=None if error is None else make_record(error),

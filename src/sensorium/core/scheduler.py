@@ -37,8 +37,14 @@ from sensorium.core.request import Rank, Request, RequestStatus, SchedulerCounte
 from sensorium.core.seat_shares import SeatShares
 from sensorium.core.waiting_queue import WaitingQueue
 from sensorium.core.window_planner import Carryover, Shortage, Step, WindowPlan, WindowPlanner
-from sensorium.types.errors import FailedRequestError, RequestError
-from sensorium.types.request import EngineCoreOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from sensorium.types.errors import FailedRequestError, InvariantError, RequestError
+from sensorium.types.request import (
+    NO_RESULTS,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    TokenLogprobs,
+)
 from sensorium.types.scheduling import (
     BlockIds,
     ModelRunnerOutput,
@@ -410,8 +416,8 @@ class Scheduler:
                     result.prompt_logprobs.get(request.request_id, ()),
                     scheduled.num_computed_tokens,
                 )
-            if scheduled.is_sampled and not is_late:
-                outputs.append(self._take_token(request, result, prompt_logprobs, now))
+            if scheduled.num_sampled and not is_late:
+                outputs.append(self._take_tokens(request, result, prompt_logprobs, now))
             elif prompt_logprobs:
                 name = request.request_id
                 outputs.append(EngineCoreOutput(request_id=name, prompt_logprobs=prompt_logprobs))
@@ -485,7 +491,7 @@ class Scheduler:
         """Record which tokens of a request the step has computed."""
         start = scheduled.num_computed_tokens
         end = start + scheduled.num_new_tokens
-        request.num_due_tokens -= scheduled.is_sampled
+        request.num_due_tokens -= scheduled.num_sampled
         if is_late:  # no next token could be chosen yet: the last token is computed again later
             span = request.get_split_span(end - 1)
             end = max(start, end - 1 if span is None else span[0])
@@ -503,22 +509,31 @@ class Scheduler:
         elif start < request.num_prompt_tokens:
             self.encoder_cache.free_passed_items(request, start)
 
-    def _take_token(
+    def _take_tokens(
         self,
         request: Request,
         result: ModelRunnerOutput,
         prompt_logprobs: tuple[TokenLogprobs, ...],
         now: float,
     ) -> EngineCoreOutput:
-        """Append the sampled token, end the request if it is complete, and return the output."""
-        token_id = result.sampled_token_ids[request.request_id]
-        logprobs = result.logprobs.get(request.request_id)
-        has_become_long = request.append_token(token_id)
-        self.counters.add_token(request)
+        """Append the chosen tokens up to the one that ends the request, and return the output."""
+        chosen = result.token_ids[request.request_id]
+        if len(chosen) > 1 and request.num_due_tokens:
+            raise InvariantError(f"{request.request_id} got tokens that another step also chooses")
+        is_complete = request.request_id in result.completed_request_ids
+        has_become_long = False
+        stop: tuple[FinishReason, int | None] | None = None
+        num_taken = 0
+        while stop is None and num_taken < len(chosen):
+            has_become_long |= request.append_token(chosen[num_taken])
+            self.counters.add_token(request)
+            num_taken += 1
+            stop = request.get_stop(
+                max_model_len=self.limits.max_model_len,
+                is_complete=is_complete and num_taken == len(chosen),
+            )
         if request.first_token is None:
             request.first_token = now
-        is_complete = request.request_id in result.completed_request_ids
-        stop = request.get_stop(max_model_len=self.limits.max_model_len, is_complete=is_complete)
         reason, stop_token_id = stop or (None, None)
         if reason:
             self._end(request, reason)
@@ -528,10 +543,10 @@ class Scheduler:
             reason,
             now,
             stop_token_id=stop_token_id,
-            new_token_ids=(token_id,),
-            logprobs=() if logprobs is None else (logprobs,),
+            new_token_ids=chosen[:num_taken],
+            logprobs=result.logprobs.get(request.request_id, ())[:num_taken],
             prompt_logprobs=prompt_logprobs,
-            speech=result.speech.get(request.request_id),
+            results=result.results.get(request.request_id, NO_RESULTS),
         )
 
     def _finish(self, request: Request, error: RequestError | None = None) -> EngineCoreOutput:

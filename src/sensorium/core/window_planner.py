@@ -83,7 +83,7 @@ class Step:
     ) -> None:
         """Give a request work in this step: its tokens before `end` that are not scheduled yet."""
         start = request.num_scheduled_tokens
-        is_sampled = end == request.num_tokens + request.num_due_tokens
+        num_sampled = int(end == request.num_tokens + request.num_due_tokens)
         self.num_tokens += end - start
         self.scheduled[request.request_id] = ScheduledRequest(
             request_id=request.request_id,
@@ -91,11 +91,11 @@ class Step:
             num_computed_tokens=start,
             num_new_tokens=end - start,
             new_block_ids=block_ids,
-            is_sampled=is_sampled,
+            num_sampled=num_sampled,
             encoder_inputs=encoder_inputs,
         )
         request.num_scheduled_tokens = end
-        request.num_due_tokens += is_sampled
+        request.num_due_tokens += num_sampled
 
     def make_output(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemTimes
-from sensorium.types.request import CoreTimes, FinishReason, SpeechFindings
+from sensorium.types.request import CoreTimes, FinishReason, Results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class RequestOutput:
     # modality -> positions of the prompt that take embeddings of its media
     mm_tokens: Mapping[str, int] = field(default_factory=dict)
     mm_items: tuple[MediaItemReport, ...] = ()
-    speech: SpeechFindings | None = None  # if the request is part of a transcript
+    results: Results = field(default_factory=dict)  # tensors besides the text, by name
     times: CoreTimes | None = None  # of the first completion
     stages: ItemTimes = field(default_factory=dict)  # of what was done before the core had it
     error: RequestError | None = None

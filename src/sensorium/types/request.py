@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import msgspec
@@ -143,15 +144,20 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeechFindings:
-    """What the engine has found in the prompt of a transcript, as its `SpeechRules` ask."""
+class TensorResult(msgspec.Struct, frozen=True, array_like=True):
+    """A float32 tensor that a step has computed for a request, besides its tokens."""
 
-    logprob: float | None = None
-    # At most one of the next two is given, with this shape.
-    shape: tuple[int, ...] = ()
-    alignment: bytes = b""  # float32 [heads, tokens, positions of the audio]
-    frames: bytes | None = None  # the table of a model without a decoder
+    shape: tuple[int, ...]
+    values: bytes
+
+
+# Name -> tensor.
+Results = Mapping[str, TensorResult]
+NO_RESULTS: Results = MappingProxyType({})
+# For transcripts, as their `SpeechRules` ask:
+ALIGNMENT = "alignment"  # [heads, tokens of the prompt, positions of the audio]
+SCORED_LOGPROB = "scored_logprob"  # [] of one token at one position of the prompt
+FRAMES = "frames"  # the table of a model without a decoder
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,7 +168,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     logprobs: tuple[TokenLogprobs, ...] = ()
     # The log-probabilities of the next prompt tokens; the first token of a prompt has none.
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    speech: SpeechFindings | None = None  # with the first token of a transcript
+    results: dict[str, TensorResult] = {}  # with the first token
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token of the caller that ended it
     error: ErrorRecord | None = None  # the reason of `FinishReason.ERROR`

@@ -9,7 +9,7 @@ from enum import Enum
 import msgspec
 
 from sensorium.types.errors import RequestError
-from sensorium.types.request import EngineCoreRequest, SpeechFindings, TokenLogprobs
+from sensorium.types.request import EngineCoreRequest, Results, TokenLogprobs
 
 # Block ids of one request, one tuple per KV cache group.
 BlockIds = tuple[tuple[int, ...], ...]
@@ -32,7 +32,9 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
     # The worker appends them to the request's block tables, which are empty if the request is
     # started in this step. An empty tuple means no new blocks in any group of layers.
     new_block_ids: BlockIds
-    is_sampled: bool  # the step computes the last token, so that the next one is chosen
+    # How many of its last positions choose a token: one if the step computes the last token, which
+    # may be followed by drafts that it verifies. 0: none, because more of its tokens follow.
+    num_sampled: int
     encoder_inputs: tuple[EncoderInput, ...] = ()
     # The number of the request's run, by which the scheduler tells results of an earlier run.
     run: int = 0
@@ -80,7 +82,7 @@ class SchedulerOutput:
             return False  # most steps: all requests decode
         started = {entry.request.request_id for entry in self.started}
         return any(
-            entry.is_sampled and (entry.num_new_tokens > 1 or entry.request_id in started)
+            entry.num_sampled and (entry.num_new_tokens > 1 or entry.request_id in started)
             for entry in self.scheduled
         )
 
@@ -101,10 +103,12 @@ class StepMode(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRunnerOutput:
-    """The results of a step from the worker: the sampled tokens, and what failed."""
+    """The results of a step from the worker: the chosen tokens, and what failed."""
 
-    sampled_token_ids: Mapping[str, int]  # request id -> token
-    logprobs: Mapping[str, TokenLogprobs]  # request id -> those of its token
+    # Request id -> its next tokens: one, or several where drafts were accepted or where a rule
+    # leaves no choice. Of a request with a token due in another step there is one.
+    token_ids: Mapping[str, tuple[int, ...]]
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]]  # request id -> those of its tokens
     failed_encodes: Mapping[str, str]  # encoder key -> reason
     loaded_encodes: frozenset[str] = frozenset()  # keys of items that needed no encoder
     # request id -> why it was left out of the step, or has no usable result
@@ -112,7 +116,7 @@ class ModelRunnerOutput:
     # request id -> one entry for each token in the step that another prompt token follows, for
     # requests that ask for them
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    speech: Mapping[str, SpeechFindings] = field(default_factory=dict)  # by request id
+    results: Mapping[str, Results] = field(default_factory=dict)  # by request id
     encode_s: float = 0.0  # how long the encoders took, measured by the host
     mode: StepMode | None = None  # None: nothing was computed
     # Requests that could not choose a token, because their grammar has not computed yet which are

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 IntArray = npt.NDArray[np.int64]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class GrowingArray:
@@ -64,16 +66,16 @@ def to_device(
     return pinned.copy_(tensor).to(device, non_blocking=True)
 
 
-class Download:
+class Download(Generic[Key]):
     """Copies of tensors that are on their way from the device to the host.
 
     They begin at once. The host waits in `read`, and only for them: not for later work of the
     device.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
-        self._copies: dict[str, torch.Tensor] = {}
+        self._copies: dict[Key, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if tensor.device.type == "cuda":
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -94,7 +96,7 @@ class Download:
                 return False
         return True
 
-    def read(self) -> dict[str, torch.Tensor]:
+    def read(self) -> dict[Key, torch.Tensor]:
         """Wait until the tensors have arrived, and return them."""
         if self._event is not None:
             self._event.synchronize()

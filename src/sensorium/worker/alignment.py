@@ -12,39 +12,29 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sensorium.models.hf_model import HfModel
-from sensorium.types.request import SpeechFindings
+from sensorium.types.request import ALIGNMENT, SCORED_LOGPROB, TensorResult
 from sensorium.utils.arrays import Download, to_device
 from sensorium.worker.input_batch import Row
 from sensorium.worker.request_states import RequestState
 
 
-class Findings:
-    """The findings of a step for the requests that choose their first token in it."""
+class StepResults:
+    """Tensors that a step has computed for requests, by request id and name."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], request_ids: Sequence[str]) -> None:
+    def __init__(self, tensors: Mapping[tuple[str, str], torch.Tensor]) -> None:
         self._download = Download(tensors)
-        self._request_ids = request_ids
 
-    def read(self) -> dict[str, SpeechFindings]:
-        """Wait for the device if need be, and return the findings by request id."""
-        if not self._request_ids:
-            return {}
-        tensors = self._download.read()
-        found = {}
-        for name in self._request_ids:
-            logprob, alignment = tensors.get(f"logprob {name}"), tensors.get(f"alignment {name}")
-            frames = tensors.get(f"frames {name}")
-            values = alignment if frames is None else frames
-            found[name] = SpeechFindings(
-                logprob=None if logprob is None else float(logprob),
-                shape=() if values is None else tuple(values.shape),
-                alignment=b"" if alignment is None else alignment.numpy().tobytes(),
-                frames=None if frames is None else frames.numpy().tobytes(),
-            )
+    def read(self) -> dict[str, dict[str, TensorResult]]:
+        """Return the results by request id; this waits for the device if need be."""
+        found: dict[str, dict[str, TensorResult]] = {}
+        for (request_id, name), tensor in self._download.read().items():
+            values = tensor.float().numpy()
+            result = TensorResult(shape=values.shape, values=values.tobytes())
+            found.setdefault(request_id, {})[name] = result
         return found
 
 
-NO_FINDINGS = Findings({}, ())
+NOTHING_FOUND = StepResults({})
 
 
 class Aligner:
@@ -88,17 +78,15 @@ class Aligner:
         weights = torch.matmul(chosen.float() * scale, others.float().transpose(1, 2)).softmax(-1)
         state.attention.setdefault(layer_index, []).append(weights)
 
-    def finish(self, hidden: torch.Tensor) -> Findings:
+    def finish(self, hidden: torch.Tensor) -> StepResults:
         """Score tokens by the hidden states [N, width] of a step, and return what is complete."""
         self._score(hidden)
-        tensors: dict[str, torch.Tensor] = {}
-        names: list[str] = []
+        tensors: dict[tuple[str, str], torch.Tensor] = {}
         for scheduled, state in self._rows:
             is_first = state.params.speech is not None and state.num_output_tokens == 0
-            if is_first and scheduled.is_sampled:
-                names.append(scheduled.request_id)
+            if is_first and scheduled.num_sampled:
                 tensors |= self._take(scheduled.request_id, state)
-        return Findings(tensors, names) if names else NO_FINDINGS
+        return StepResults(tensors) if tensors else NOTHING_FOUND
 
     def _score(self, hidden: torch.Tensor) -> None:
         """Compute the log-probabilities that requests ask for at positions of this step."""
@@ -120,12 +108,12 @@ class Aligner:
         for row, (state, token_id) in enumerate(scored):
             state.scored_logprob = logprobs[row, token_id]
 
-    def _take(self, name: str, state: RequestState) -> dict[str, torch.Tensor]:
+    def _take(self, request_id: str, state: RequestState) -> dict[tuple[str, str], torch.Tensor]:
         tensors = {}
         if state.scored_logprob is not None:
-            tensors[f"logprob {name}"] = state.scored_logprob
+            tensors[request_id, SCORED_LOGPROB] = state.scored_logprob
         if state.attention:
             layers = [torch.cat(parts, dim=1) for _, parts in sorted(state.attention.items())]
-            tensors[f"alignment {name}"] = torch.cat(layers)
+            tensors[request_id, ALIGNMENT] = torch.cat(layers)
             state.attention = {}
         return tensors

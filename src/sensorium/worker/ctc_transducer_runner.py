@@ -13,9 +13,9 @@ from sensorium.layers.attention.torch_backend import TorchPagedAttention
 from sensorium.models.ctc_transducer import CtcTransducerModel
 from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import MultiModalKwargsItem
-from sensorium.types.request import EngineCoreRequest
+from sensorium.types.request import FRAMES, EngineCoreRequest
 from sensorium.types.scheduling import ModelRunnerOutput, StepMode
-from sensorium.worker.alignment import Findings
+from sensorium.worker.alignment import StepResults
 from sensorium.worker.encoder_runner import EncoderRunner
 from sensorium.worker.input_batch import Row
 from sensorium.worker.kv_cache import KVCache
@@ -66,11 +66,11 @@ class CtcTransducerRunner(ModelRunner):
     def _run(self, rows: Sequence[Row], step: LaunchedStep) -> LaunchedStep:
         """Begin to copy what was found in the audio of the scheduled requests to the host."""
         tables = {
-            entry.request_id: self.encoder_cache[state.get_encoder_key(0)] for entry, state in rows
+            (entry.request_id, FRAMES): self.encoder_cache[state.get_encoder_key(0)]
+            for entry, state in rows
         }
-        findings = Findings({f"frames {name}": table for name, table in tables.items()}, [*tables])
-        return replace(step, findings=findings, mode=StepMode.EAGER_NO_GRAPHS)
+        return replace(step, results=StepResults(tables), mode=StepMode.EAGER_NO_GRAPHS)
 
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
         output = super().finish(step)
-        return replace(output, sampled_token_ids=dict.fromkeys(output.speech, self._blank_id))
+        return replace(output, token_ids=dict.fromkeys(output.results, (self._blank_id,)))

@@ -71,7 +71,7 @@ class InputBatch:
         mm_index, mm_embeds = self._gather(ordered, starts, cross)
         arrays = self._make_token_arrays(ordered) | {"mm_index": mm_index}
         arrays["logits_index"] = np.array(
-            [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.is_sampled], dtype=np.int64
+            [starts[i + 1] - 1 for i, (s, _) in enumerate(ordered) if s.num_sampled], dtype=np.int64
         )
         if self.audios is not None:
             at = [state.row for _, state in ordered]
@@ -109,7 +109,7 @@ class InputBatch:
             else self._make_cross_tables(ordered, starts, tensors, cross),
             mm_index=tensors["mm_index"] if len(mm_index) else None,
             mm_embeds=torch.cat(mm_embeds) if mm_embeds else None,
-            sampled=tuple(state for s, state in ordered if s.is_sampled),
+            sampled=tuple(state for s, state in ordered if s.num_sampled),
             logits_index=tensors["logits_index"],
             partial_blocks=tuple(tensors[f"partial{index}"] for index in range(len(self.groups))),
         )
@@ -281,7 +281,7 @@ def is_decoding(row: Row) -> bool:
     scheduled, state = row
     return (
         scheduled.num_new_tokens == 1
-        and scheduled.is_sampled
+        and scheduled.num_sampled == 1
         and scheduled.num_computed_tokens >= state.num_prompt_tokens
     )
 

@@ -29,7 +29,7 @@ from sensorium.types.scheduling import (
     find_cross_group,
 )
 from sensorium.utils.arrays import StagingBuffer, to_device
-from sensorium.worker.alignment import NO_FINDINGS, Aligner, Findings
+from sensorium.worker.alignment import NOTHING_FOUND, Aligner, StepResults
 from sensorium.worker.encoder_runner import (
     Encoded,
     EncoderCache,
@@ -68,7 +68,7 @@ class LaunchedStep:
     failed_requests: Mapping[str, RequestError]  # those that were left out
     mode: StepMode | None = None
     scores: PromptScores = NO_SCORES
-    findings: Findings = NO_FINDINGS
+    results: StepResults = NOTHING_FOUND
     choice: _Choice | None = None
 
 
@@ -217,13 +217,13 @@ class ModelRunner:
     def finish(self, step: LaunchedStep) -> ModelRunnerOutput:
         """Wait until the device has computed a step, and return the results."""
         output = ModelRunnerOutput(
-            sampled_token_ids={},
+            token_ids={},
             logprobs={},
             failed_encodes=step.encoded.failed,
             loaded_encodes=step.encoded.loaded,
             failed_requests=step.failed_requests,
             prompt_logprobs=step.scores.read(),
-            speech=step.findings.read(),
+            results=step.results.read(),
             encode_s=step.encoded.seconds,
             mode=step.mode,
         )
@@ -335,7 +335,7 @@ class ModelRunner:
         hidden, mode = self._forward(inputs)
         scores = self._prompt_scorer.score(hidden, inputs.rows)
         if self._cross_group is not None:
-            step = replace(step, findings=self._aligner.finish(hidden))
+            step = replace(step, results=self._aligner.finish(hidden))
         if not inputs.sampled:
             return replace(step, scores=scores, mode=mode)
         logits = self._hf_model.logits(hidden.index_select(0, inputs.logits_index))
@@ -374,8 +374,8 @@ class ModelRunner:
         logprobs = zip(names, sampled.logprobs, strict=False)
         return replace(
             output,
-            sampled_token_ids={state.request.request_id: chosen[state] for state in chosen},
-            logprobs={name: entry for name, entry in logprobs if entry is not None},
+            token_ids={state.request.request_id: (chosen[state],) for state in chosen},
+            logprobs={name: (entry,) for name, entry in logprobs if entry is not None},
             failed_requests={
                 **output.failed_requests,
                 **failures,

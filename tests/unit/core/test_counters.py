@@ -28,7 +28,7 @@ def test_outputs_that_a_stop_string_may_end_carry_the_times_of_a_last_one() -> N
     for name, each in params.items():
         scheduler.add_request(make_request(name, (1, 2), sampling_params=each))
     result = ModelRunnerOutput(
-        sampled_token_ids=dict.fromkeys(params, 1), logprobs={}, failed_encodes={}
+        token_ids=dict.fromkeys(params, (1,)), logprobs={}, failed_encodes={}
     )
     outputs = scheduler.update_from_output(scheduler.schedule(), result)
     news = {output.request_id: output for output in outputs}

@@ -11,8 +11,8 @@ from .building import get_windows, make_driver, tokens
 
 
 def answer(output: SchedulerOutput, token_id: int = 1) -> ModelRunnerOutput:
-    sampled = {s.request_id: token_id for s in output.scheduled if s.is_sampled}
-    return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
+    sampled = {s.request_id: (token_id,) for s in output.scheduled if s.num_sampled}
+    return ModelRunnerOutput(token_ids=sampled, logprobs={}, failed_encodes={})
 
 
 def test_a_request_decodes_before_its_last_token_was_read() -> None:
@@ -20,7 +20,7 @@ def test_a_request_decodes_before_its_last_token_was_read() -> None:
     scheduler.add_request(make_request("r", (1, 1, 1), sampling_params=tokens(4)))
     plans = [scheduler.schedule(), scheduler.schedule()]
     assert [get_windows(plan) for plan in plans] == [{"r": (0, 3)}, {"r": (3, 4)}]
-    assert all(entry.is_sampled for plan in plans for entry in plan.scheduled)
+    assert all(entry.num_sampled for plan in plans for entry in plan.scheduled)
     (first,) = scheduler.update_from_output(plans[0], answer(plans[0], 5))
     plans.append(scheduler.schedule())
     (second,) = scheduler.update_from_output(plans[1], answer(plans[1], 6))

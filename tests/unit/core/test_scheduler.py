@@ -203,7 +203,7 @@ def test_end_of_sequence_ends_a_request() -> None:
     driver = make_driver()
     driver.add(make_request("r", (1,) * 2))
     output = driver.schedule()
-    result = ModelRunnerOutput(sampled_token_ids={"r": EOS}, logprobs={}, failed_encodes={})
+    result = ModelRunnerOutput(token_ids={"r": (EOS,)}, logprobs={}, failed_encodes={})
     (news,) = driver.scheduler.update_from_output(output, result)
     assert news.finish_reason is FinishReason.STOP
     assert news.new_token_ids == (EOS,)
@@ -242,7 +242,7 @@ def test_a_request_that_the_worker_left_out_ends_without_others() -> None:
         driver.add(make_request(name, (1,) * 2, cache_salt=name, sampling_params=tokens(1)))
     output = driver.schedule()
     result = ModelRunnerOutput(
-        sampled_token_ids={"b": 1},
+        token_ids={"b": (1,)},
         logprobs={},
         failed_encodes={},
         failed_requests={"a": RequestError("not finite")},

@@ -139,7 +139,7 @@ def test_a_failed_item_ends_only_the_requests_that_need_it() -> None:
         driver.add(make_request(name, item, (1,), cache_salt=None, sampling_params=tokens(1)))
     output = driver.schedule()
     result = ModelRunnerOutput(
-        sampled_token_ids={"c": 1}, logprobs={}, failed_encodes={"three": "odd size"}
+        token_ids={"c": (1,)}, logprobs={}, failed_encodes={"three": "odd size"}
     )
     news = {n.request_id: n for n in driver.scheduler.update_from_output(output, result)}
     assert {name: n.finish_reason for name, n in news.items()} == {
@@ -242,7 +242,7 @@ def test_encoder_decoder_keeps_its_audio_while_the_only_token_of_its_prompt_is_l
     driver = make_driver(is_encoder_decoder=True, is_ahead=False)
     driver.add(make_request("r", "six", (1,), is_encoder_decoder=True))
     late = ModelRunnerOutput(
-        sampled_token_ids={}, logprobs={}, failed_encodes={}, late_request_ids=frozenset({"r"})
+        token_ids={}, logprobs={}, failed_encodes={}, late_request_ids=frozenset({"r"})
     )
     scheduler = driver.scheduler
     for encoded in (["six"], []):
@@ -251,7 +251,7 @@ def test_encoder_decoder_keeps_its_audio_while_the_only_token_of_its_prompt_is_l
         assert get_encoded(output).get("r", []) == encoded
         scheduler.update_from_output(output, late)
         assert driver.encoder_cache.has_reference(scheduler.requests["r"], 0)
-    result = ModelRunnerOutput(sampled_token_ids={"r": 1}, logprobs={}, failed_encodes={})
+    result = ModelRunnerOutput(token_ids={"r": (1,)}, logprobs={}, failed_encodes={})
     scheduler.update_from_output(scheduler.schedule(), result)
     assert driver.encoder_cache.statistics().num_references == 0
     assert scheduler.requests["r"].has_media

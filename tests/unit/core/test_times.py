@@ -39,7 +39,7 @@ class Bench:
         output = self.scheduler.schedule()
         self.now = ends
         result = ModelRunnerOutput(
-            sampled_token_ids={s.request_id: 1 for s in output.scheduled if s.is_sampled},
+            token_ids={s.request_id: (1,) for s in output.scheduled if s.num_sampled},
             logprobs={},
             failed_encodes={} if failed is None else {failed: "odd size"},
             encode_s=encode_s,

@@ -59,8 +59,8 @@ class FakeRunner:
         if self.late_failure is not None:
             failure, self.late_failure = self.late_failure, None
             raise failure
-        sampled = {s.request_id: 1 for s in output.scheduled if s.is_sampled}
-        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
+        sampled = {s.request_id: (1,) for s in output.scheduled if s.num_sampled}
+        return ModelRunnerOutput(token_ids=sampled, logprobs={}, failed_encodes={})
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def make_scheduled(
     end: int,
     *,
     block_ids: BlockIds = ((),),
-    is_sampled: bool = True,
+    num_sampled: int = 1,
     encoder_inputs: tuple[EncoderInput, ...] = (),
 ) -> ScheduledRequest:
     return ScheduledRequest(
@@ -74,6 +74,6 @@ def make_scheduled(
         num_computed_tokens=start,
         num_new_tokens=end - start,
         new_block_ids=block_ids,
-        is_sampled=is_sampled,
+        num_sampled=num_sampled,
         encoder_inputs=encoder_inputs,
     )

@@ -35,7 +35,7 @@ def make_batch(
 
 
 def make_row(
-    request_id: str, start: int, end: int, *, num_prompt: int = 20, is_sampled: bool = True
+    request_id: str, start: int, end: int, *, num_prompt: int = 20, num_sampled: int = 1
 ) -> Row:
     """Token p of a request is 100 times its number, plus p."""
     base = 100 * int(request_id)
@@ -43,7 +43,7 @@ def make_row(
     first_block = 10 * int(request_id)
     blocks = tuple(range(first_block, first_block + -(-end // 4)))
     state = make_state(request, (blocks,))
-    return make_scheduled(request_id, start, end, is_sampled=is_sampled), state
+    return make_scheduled(request_id, start, end, num_sampled=num_sampled), state
 
 
 def get_ids(inputs: StepInputs) -> list[str]:
@@ -63,10 +63,10 @@ def test_requests_with_one_token_come_first_and_the_rest_keeps_its_order() -> No
 
 def test_only_rows_that_sample_have_logits_and_they_are_of_their_last_token() -> None:
     rows = [
-        make_row("1", 0, 3, is_sampled=False),
+        make_row("1", 0, 3, num_sampled=0),
         make_row("2", 5, 6),
         make_row("3", 2, 5),
-        make_row("4", 7, 8, is_sampled=False),
+        make_row("4", 7, 8, num_sampled=0),
     ]
     inputs = make_batch().prepare(rows)
     assert get_ids(inputs) == ["2", "4", "1", "3"]
@@ -75,7 +75,7 @@ def test_only_rows_that_sample_have_logits_and_they_are_of_their_last_token() ->
 
 
 def test_a_step_without_samples_has_an_empty_logits_index() -> None:
-    inputs = make_batch().prepare([make_row("1", 0, 3, is_sampled=False)])
+    inputs = make_batch().prepare([make_row("1", 0, 3, num_sampled=0)])
     assert inputs.logits_index.shape == (0,)
     assert inputs.sampled == ()
 

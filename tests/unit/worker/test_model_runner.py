@@ -127,15 +127,15 @@ def test_a_request_continues_from_the_tokens_it_sampled() -> None:
     request = make_request((3, 4))
     first = start(runner, [request], [make_scheduled("r", 0, 2, block_ids=((1,),))])
     second = start(runner, [], [make_scheduled("r", 2, 3)])
-    assert (first.sampled_token_ids, second.sampled_token_ids) == ({"r": 5}, {"r": 6})
+    assert (first.token_ids, second.token_ids) == ({"r": (5,)}, {"r": (6,)})
 
 
 def test_a_chunk_before_the_last_samples_nothing() -> None:
     runner = make_runner()
     blocks = ((1,),)
-    chunk = make_scheduled("r", 0, 2, block_ids=blocks, is_sampled=False)
-    assert start(runner, [make_request((3, 4, 8))], [chunk]).sampled_token_ids == {}
-    assert start(runner, [], [make_scheduled("r", 2, 3)]).sampled_token_ids == {"r": 9}
+    chunk = make_scheduled("r", 0, 2, block_ids=blocks, num_sampled=0)
+    assert start(runner, [make_request((3, 4, 8))], [chunk]).token_ids == {}
+    assert start(runner, [], [make_scheduled("r", 2, 3)]).token_ids == {"r": (9,)}
 
 
 def test_a_resumed_request_has_its_blocks_replaced_and_its_tokens_back() -> None:
@@ -147,7 +147,7 @@ def test_a_resumed_request_has_its_blocks_replaced_and_its_tokens_back() -> None
         started=(StartedRequest(request=request, output_token_ids=(9,)),),
         scheduled=(make_scheduled("r", 0, 3, block_ids=((7,),)),),
     )
-    assert execute(runner, resumed).sampled_token_ids == {"r": 10}
+    assert execute(runner, resumed).token_ids == {"r": (10,)}
 
 
 def test_a_stopped_request_is_forgotten() -> None:
@@ -172,7 +172,7 @@ def test_an_item_that_fails_takes_only_its_own_requests_along() -> None:
         make_scheduled("c", 0, 1, block_ids=((3,),)),
     ]
     output = start(runner, requests, scheduled)
-    assert output.sampled_token_ids == {"a": 7, "c": 3}
+    assert output.token_ids == {"a": (7,), "c": (3,)}
     assert output.failed_encodes.keys() == {"bad"}
     assert "good" in runner.encoder_cache
     start(runner, [], [], freed_encoder_keys=("good",))
@@ -198,7 +198,7 @@ def test_a_step_with_only_failed_requests_runs_no_model() -> None:
     request = make_request((1, 1), make_feature("bad", 1, 1))
     scheduled = make_scheduled("r", 0, 2, block_ids=((1,),), encoder_inputs=_encode("bad"))
     output = start(runner, [request], [scheduled])
-    assert output.sampled_token_ids == {}
+    assert output.token_ids == {}
     assert "negative" in output.failed_encodes["bad"]
 
 
@@ -218,7 +218,7 @@ def test_what_would_end_a_request_is_banned_before_min_tokens(
     params = replace(GREEDY, **changes)
     request = make_request((4,), params=params, eos_token_ids=(5,))
     output = start(make_runner(), [request], [make_scheduled("r", 0, 1, block_ids=((1,),))])
-    assert output.sampled_token_ids == {"r": expected}
+    assert output.token_ids == {"r": (expected,)}
 
 
 def test_a_token_outside_the_vocabulary_is_refused_unless_an_item_replaces_it() -> None:
@@ -263,4 +263,4 @@ def test_an_item_that_failed_before_may_be_sent_again_whatever_happened_between(
     payloads["x"] = {"value": torch.tensor([3])}
     again = execute(runner, plan("c", ("b",)))
     assert again.failed_requests == {}
-    assert again.sampled_token_ids == {"c": 5}
+    assert again.token_ids == {"c": (5,)}

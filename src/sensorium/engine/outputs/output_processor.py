@@ -25,7 +25,7 @@ from sensorium.types.request import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
-    SpeechFindings,
+    TensorResult,
     TokenLogprobs,
 )
 
@@ -39,7 +39,7 @@ class _RequestState:
     completions: dict[str, Completion]  # id in the core -> completion, in the order of indices
     is_streamed: bool
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    speech: SpeechFindings | None = None
+    results: dict[str, TensorResult] = field(default_factory=dict)
     mm_items: tuple[MediaItemReport, ...] = ()
     stages: ItemTimes = field(default_factory=dict)
     sent: float | None = None  # the monotonic time at which it was sent to the core
@@ -132,7 +132,7 @@ class OutputProcessor:
             if state is None:
                 continue  # it has already ended, at a stop string or with its request
             state.prompt_logprobs.extend(output.prompt_logprobs)
-            state.speech = output.speech or state.speech
+            state.results |= output.results
             completion = state.completions[output.request_id]
             completion.add(output)
             if state.is_streamed:
@@ -212,7 +212,7 @@ class OutputProcessor:
             num_encoder_hits=first.num_encoder_hits,
             encoder_hits=first.encoder_hits,
             encoder_loads=first.encoder_loads,
-            speech=state.speech,
+            results=state.results,
             mm_tokens=count_mm_tokens(features) if self._kind.media == "in_prompt" else {},
             mm_items=place_reports(state.mm_items, features),
             times=first.times,

@@ -25,7 +25,14 @@ from sensorium.speech.windows import WindowRequest, WindowResult
 from sensorium.types.errors import InvariantError
 from sensorium.types.multimodal import PlaceholderRange
 from sensorium.types.outputs import RequestOutput
-from sensorium.types.request import Prompt, RenderedPrompt
+from sensorium.types.request import (
+    ALIGNMENT,
+    FRAMES,
+    SCORED_LOGPROB,
+    Prompt,
+    RenderedPrompt,
+    TensorResult,
+)
 from sensorium.types.sampling import SamplingParams, SpeechRules
 from sensorium.utils.pausing import Pausing
 
@@ -172,20 +179,19 @@ def make_params(request: WindowRequest, options: SpeechOptions) -> SamplingParam
 
 def read_result(output: RequestOutput) -> WindowResult:
     (completion,) = output.outputs
-    found = output.speech
-    if found is not None and found.frames is not None:
-        frames = np.frombuffer(found.frames, dtype=np.float32).reshape(found.shape)
+    results = {name: _read_tensor(result) for name, result in output.results.items()}
+    if (frames := results.get(FRAMES)) is not None:
         return WindowResult(frames=frames)
-    alignment = None
-    if found is not None and found.alignment:
-        alignment = np.frombuffer(found.alignment, dtype=np.float32).reshape(found.shape)
+    logprob = results.get(SCORED_LOGPROB)
     entries = zip(completion.token_ids, completion.logprobs or (), strict=True)
     return WindowResult(
         token_ids=completion.token_ids,
         prompt_token_ids=output.prompt_token_ids,
         logprobs=tuple(entry[token_id].logprob for token_id, entry in entries),
-        scored_probability=None
-        if found is None or found.logprob is None
-        else math.exp(found.logprob),
-        alignment=alignment,
+        scored_probability=None if logprob is None else math.exp(logprob),
+        alignment=results.get(ALIGNMENT),
     )
+
+
+def _read_tensor(result: TensorResult) -> npt.NDArray[np.float32]:
+    return np.frombuffer(result.values, dtype=np.float32).reshape(result.shape)

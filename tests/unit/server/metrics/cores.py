@@ -42,8 +42,8 @@ class IdleRunner:
         return output
 
     def finish(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        sampled = {s.request_id: 1 for s in output.scheduled if s.is_sampled}
-        return ModelRunnerOutput(sampled_token_ids=sampled, logprobs={}, failed_encodes={})
+        sampled = {s.request_id: (1,) for s in output.scheduled if s.num_sampled}
+        return ModelRunnerOutput(token_ids=sampled, logprobs={}, failed_encodes={})
 
 
 def make_core(receiver: ReceiverCache | None = None, *, num_blocks: int = 17) -> EngineCore:
