@@ -76,7 +76,9 @@ def test_grids_that_do_not_fit_fail_alone(
 
 def test_missing_tensors_are_requested_again(neighbours_of: NeighboursOf) -> None:
     llm = neighbours_of("llava").llm
-    processed, _ = process_with_tensors(llm, "bad", make_bad_image("llava"), PARAMS)
+    # No other test has sent this picture, so the core can't have its tensors.
+    prompt = make_prompt("llava", make_image(60, 60, seed=69), text="which one is new?")
+    processed, _ = process_with_tensors(llm, "new", prompt, PARAMS)
     missing = llm.core.add_request(processed.request, Transfer())
     assert missing is not None
     assert missing.mm_hashes == (processed.request.mm_features[0].mm_hash,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import socket
 import threading
 import time
 from collections import Counter
@@ -326,6 +328,18 @@ class RunningServer:
 
     def complete(self, **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", json={"prompt": "hi", **fields})
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """Read one whole answer: its head and body may arrive separately."""
+    answer = b""
+    while b"\r\n\r\n" not in answer:
+        answer += connection.recv(65536)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    (size,) = re.findall(rb"content-length: (\d+)", head)
+    while len(body) < int(size):
+        body += connection.recv(65536)
+    return head + body
 
 
 class _Server(uvicorn.Server):

@@ -12,7 +12,7 @@ from sensorium.server.http.bodies import intake as body_intake
 from sensorium.server.http.bodies.intake import BodyIntake, BodyLimits
 from sensorium.server.http.errors import ApiError, ClientGoneError
 from tests.support.waiting import wait_until
-from tests.unit.server.standing_in import RunningServer, serve
+from tests.unit.server.standing_in import RunningServer, read_answer, serve
 
 PATH = "/v1/completions"
 HEAD = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -125,7 +125,7 @@ def test_a_body_that_arrives_too_slowly_is_abandoned(
     monkeypatch.setattr(body_intake, "_GRACE_S", 600.0 if is_overall else 0.05)
     with serve(body_timeout=0.05 if is_overall else 600.0) as running:
         with send(running, HEAD + "content-length: 9\r\n\r\n{") as connection:
-            answer = connection.recv(65536)
+            answer = read_answer(connection)
             assert answer.startswith(b"HTTP/1.1 408")
             assert b"only 1 bytes have arrived" in answer
         wait_until(lambda: running.metrics.load == 0, "the request is still counted")

@@ -12,7 +12,7 @@ import pytest
 from sensorium.server.http.wire.http_protocol import make_http_protocol
 from tests.support.waiting import wait_until
 from tests.unit.server.http.wire.clockwork import open_http
-from tests.unit.server.standing_in import ScriptedEngine, serve
+from tests.unit.server.standing_in import ScriptedEngine, read_answer, serve
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = b'{"prompt": "a"}'
@@ -53,7 +53,7 @@ def test_a_broken_body_is_answered_after_requests_that_have_their_answers() -> N
     with serve(http=PATIENT) as running:
         with socket.create_connection(("127.0.0.1", running.port), timeout=10) as connection:
             connection.sendall(WHOLE)
-            assert b"200 OK" in connection.recv(65536)
+            assert b"200 OK" in read_answer(connection)
             connection.sendall(BROKEN["no size"])
             answer = b"".join(iter(lambda: connection.recv(65536), b""))
         assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")

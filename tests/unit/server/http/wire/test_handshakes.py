@@ -12,7 +12,7 @@ import pytest
 from sensorium.server.http.wire.http_protocol import make_http_protocol
 from sensorium.server.http.wire.websocket_protocol import LimitedWebSocket
 from tests.support.waiting import wait_until
-from tests.unit.server.standing_in import RunningServer, serve
+from tests.unit.server.standing_in import RunningServer, read_answer, serve
 
 # So long that an answer does not come from a timer.
 PATIENT = make_http_protocol(head_timeout_s=3600.0, max_connections=None, stream_timeout_s=0.0)
@@ -83,7 +83,7 @@ def test_a_bad_handshake_is_answered_with_the_reason_and_closed(
 ) -> None:
     with open_to(server, before) as connection:
         if before:
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            assert read_answer(connection).startswith(b"HTTP/1.1 200")
         connection.sendall(content)
         head, _, body = read_to_the_end(connection).partition(b"\r\n\r\n")
     assert head.split(b" ")[1] == str(status).encode()

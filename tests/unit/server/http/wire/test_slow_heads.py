@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sensorium.server.http.wire.http_protocol import make_http_protocol
-from tests.unit.server.standing_in import RunningServer, ScriptedEngine, serve
+from tests.unit.server.standing_in import RunningServer, ScriptedEngine, read_answer, serve
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 BODY = '{"prompt": "a"}'
@@ -36,7 +36,7 @@ def test_a_silent_connection_is_closed_without_a_word() -> None:
 def test_half_a_head_is_answered_and_closed(beginning: str) -> None:
     with serve(http=SOON) as running, send(running, beginning) as connection:
         if beginning:
-            assert b"200 OK" in connection.recv(65536)
+            assert b"200 OK" in read_answer(connection)
         connection.sendall(HEAD.encode())
         answer = read_to_the_end(connection)
         assert b"HTTP/1.1 408 Request Timeout\r\n" in answer
@@ -52,7 +52,7 @@ def test_the_rest_of_a_refused_body_is_not_awaited_for_ever() -> None:
 @pytest.mark.parametrize("rest", ["\r\n", "\r", "\n"])
 def test_line_breaks_after_a_request_do_not_hold_the_connection(rest: str) -> None:
     with serve(http=SOON) as running, send(running, REQUEST) as connection:
-        assert b"200 OK" in connection.recv(65536)
+        assert b"200 OK" in read_answer(connection)
         connection.sendall(rest.encode())
         connection.settimeout(10)
         assert read_to_the_end(connection) == b""
@@ -62,7 +62,7 @@ def test_a_refused_body_that_ends_does_not_hold_the_connection() -> None:
     size = 2**21
     head = f"{HEAD}content-length: {size}\r\n\r\n"
     with serve(http=SOON, max_body_mb=1) as running, send(running, head) as connection:
-        assert connection.recv(65536).startswith(b"HTTP/1.1 413")
+        assert read_answer(connection).startswith(b"HTTP/1.1 413")
         connection.sendall(b" " * size)
         connection.settimeout(10)
         assert read_to_the_end(connection) == b""
