@@ -36,7 +36,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
 ]
-# name -> its module
+# Classes that are imported late: name -> module
 _LATE = {"LLM": "sensorium.engine.llm", "MediaLimits": "sensorium.multimodal.media"}
 
 
@@ -45,7 +45,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a class that is imported late, because to import torch for `LLM` takes seconds."""
+    """Return a class that is imported at its first use, because importing torch takes seconds."""
     if name not in _LATE:
         raise AttributeError(f"module 'sensorium' has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)

@@ -17,9 +17,9 @@ _MAX_NAME_BYTES = 255  # as in most file systems
 
 
 def get_weight_names(directory: Path) -> tuple[str, ...]:
-    """Return the names of a checkpoint's files of weights, even if these are missing.
+    """Return the names of a checkpoint's weight files, even if the files are missing.
 
-    Raise `ModelError` if its index of weights can't be read, or names something else.
+    Raise `ModelError` if its index of weights can't be read, or has names that can't be of weights.
     """
     index = directory / WEIGHTS_INDEX
     if (directory / WEIGHTS).is_file() or not index.is_file():
@@ -37,7 +37,7 @@ def get_weight_names(directory: Path) -> tuple[str, ...]:
 
 
 def _is_weights_name(name: object) -> bool:
-    """Return whether an index may have this name: weights lie in the checkpoint's directory."""
+    """Return True for the name of a safetensors file inside the checkpoint's directory."""
     if not isinstance(name, str) or not name.isprintable():
         return False
     path = PurePosixPath(name)
@@ -50,7 +50,7 @@ def _is_weights_name(name: object) -> bool:
 
 
 def check_presence(model: str, directory: Path, names: Iterable[str]) -> None:
-    """Raise a `ModelError` that names `model` if one of these files of weights is missing."""
+    """Raise a `ModelError` that names `model` if one of these weight files is missing."""
     names = tuple(names)
     missing = [name for name in names if not (directory / name).is_file()]
     if missing == [WEIGHTS]:
@@ -92,7 +92,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Return the value of a JSON text; raise `ValueError` if it is none, or nested too deeply."""
+    """Return the value of a JSON text; raise `ValueError` if it is no JSON or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError as error:

@@ -1,8 +1,8 @@
 """Finds what is wrong with a model's name or files, before anything heavy is imported.
 
 It reads only names, JSON files and the headers of weights, and raises a `ModelError` of one
-sentence with the cure. What it refuses could not be run. What it accepts may still be refused
-later, once the model's code is loaded.
+sentence that says what to do. A model that is refused here could not be run. A model that is
+accepted may still be refused later, once its code is loaded.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MEDIA_TYPES = frozenset(family.model_type for family in FAMILIES if family.moda
 _MARKERS = tuple(
     f"{modality}_token_{end}" for modality in ("image", "video", "audio") for end in ("id", "index")
 )
-# Types of checkpoints that contain several models -> the config of the one that writes text. They
-# name no architecture of their own.
+# Types of checkpoints that contain several models -> the config of the model that writes text.
+# These checkpoints name no architecture of their own.
 _PARTS = {"qwen2_5_omni": "thinker_config"}
-_DECODERS = ("text_config", "decoder", "generator")  # where a config may have that of its decoder
+_DECODERS = ("text_config", "decoder", "generator")  # where a config may have its decoder's config
 _CONTEXTS = ("max_target_positions", "max_position_embeddings")
 
 
@@ -44,9 +44,9 @@ def look_at(
 ) -> Path | None:
     """Check a directory or the name of a model, and return the directory.
 
-    Return `None` for a hub id: its files may not be here yet. With `needs_weights`, all weights
-    must be there. Raise `ModelError` if such a model can't be run with the context that the user
-    asked for.
+    Return `None` for a hub id, which may not be downloaded yet. With `needs_weights`, all weights
+    must be in the directory. Raise `ModelError` if the model can't be run, or not with a context of
+    `max_model_len` tokens.
     """
     directory = find_directory(model)
     if directory is not None:
@@ -60,7 +60,10 @@ def look_at(
 
 
 def look_into(directory: Path, *, max_model_len: int | None = None) -> None:
-    """Raise a `ModelError` if the small files of a checkpoint show that it can't be run."""
+    """Raise a `ModelError` if the small files of a checkpoint show that it can't be run.
+
+    With `max_model_len`, also if the model's context is shorter.
+    """
     config = check_config(directory)
     check_files(directory, needs_processor=_takes_media(config))
     if max_model_len is not None:
@@ -99,7 +102,7 @@ def find_directory(model: str) -> Path | None:
 
 
 def check_config(directory: Path) -> Mapping[str, Any]:
-    """Return a checkpoint's `config.json`, or raise `ModelError` if such a model can't be run."""
+    """Return a checkpoint's `config.json`; raise `ModelError` if it shows that it can't be run."""
     _check_kind(directory)
     config = read_json(directory / CONFIG)
     if method := _find_quantization(config):
@@ -154,7 +157,7 @@ def _check_kind(directory: Path) -> None:
 
 
 def _find_quantization(config: Mapping[str, Any]) -> str:
-    """Return how the weights are quantized according to a config; it is empty if they are not."""
+    """Return how the weights are quantized according to a config, or "" if they are not."""
     for part in (config, *_find_parts(config, _DECODERS)):
         for key in ("quantization_config", "compression_config"):
             if isinstance(found := part.get(key), Mapping) and found:
@@ -208,7 +211,7 @@ def find_context(config: Mapping[str, Any]) -> int | None:
 
 
 def parse_length(value: object) -> int | None:
-    """Return the length that a config names, or `None` if this value can't be one."""
+    """Return a config's value for a length, or `None` if it is no positive integer."""
     return value if type(value) is int and value > 0 else None
 
 
@@ -218,7 +221,7 @@ def _find_parts(config: Mapping[str, Any], names: Iterable[str]) -> list[Mapping
 
 
 def check_context(max_model_len: int, context: int | None) -> None:
-    """Raise `ModelError` if `max_model_len` exceeds the model's context; `None`: it is unknown."""
+    """Raise `ModelError` if `max_model_len` exceeds the model's `context`; `None`: unknown."""
     if context is not None and max_model_len > context:
         raise ModelError(
             f"max_model_len={max_model_len} is more than the model's context of {context} tokens: "

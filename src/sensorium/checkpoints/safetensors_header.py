@@ -15,7 +15,7 @@ from sensorium.types.errors import ModelError
 _PREFIX_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _METADATA = "__metadata__"
-# Transformers converts these types to the dtype that is asked for. Others stay as they are.
+# Transformers converts these types to the dtype that the model is loaded in, and no other types.
 _CONVERTED_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _KEPT_BYTES = dict.fromkeys(("BOOL", "I8", "U8"), 1) | dict.fromkeys(("I16", "U16"), 2)
 _NUM_BYTES = _CONVERTED_BYTES | _KEPT_BYTES | {"I32": 4, "U32": 4, "I64": 8, "U64": 8}

@@ -69,8 +69,8 @@ def _refuse(parser: argparse.ArgumentParser, rest: list[str]) -> NoReturn:
 def hint_at_flag(word: str, flags: Sequence[str]) -> str:
     """Return a hint for an error message that names the flag that `word` may stand for, or "".
 
-    A flag is near if most of its words are those of the other, or if all of at least two words of
-    `word` are in it.
+    A flag is a close match if most words of the two are the same, or if `word` has at least two
+    words and all of them are in the flag.
     """
     given = word.partition("=")[0].replace("_", "-")
     if not given.startswith("--"):
@@ -83,7 +83,7 @@ def hint_at_flag(word: str, flags: Sequence[str]) -> str:
 
 
 def _compare_flags(given: str, flag: str) -> float:
-    """Return how near a flag is to what was given, from 0 to 1."""
+    """Return the similarity of a flag and the given word, from 0 to 1."""
     words, known = given[2:].split("-"), flag[2:].split("-")
     matches = sum(
         bool(difflib.get_close_matches(word, known, 1, _LEAST_LIKENESS)) for word in words

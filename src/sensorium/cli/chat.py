@@ -1,4 +1,4 @@
-"""The commands that run a model in this process: `chat`, with its template, and `generate`."""
+"""The commands `chat`, with the model's chat template, and `generate`, without one."""
 
 from __future__ import annotations
 

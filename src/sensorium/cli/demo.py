@@ -1,7 +1,7 @@
 """The session of `sensorium demo`, which asks about samples twice to show what caches save.
 
 A `Screen` writes plain text, and draws media with characters if the terminal can show colors. The
-command line imports this module only to run the command, because it takes long.
+command line imports this module only to run the command, because the import takes long.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _ask(screen: Screen, client: DemoClient, sample: DemoSample, number: int) ->
 
 
 def describe_trace(trace: dict[str, Any]) -> str:
-    """Return in words what a `sensorium_trace` says of a request's media and caches."""
+    """Return a description of a request's media and cache hits, from its `sensorium_trace`."""
     parts = [f"{item['modality']} {_describe_item(item)}" for item in trace["items"]]
     if "encode" in trace["ms"]:
         parts.append(f"encoding took {trace['ms']['encode']:.0f} ms")

@@ -1,7 +1,7 @@
 """The demo's own server, which is `sensorium serve` in another process, and a client for it.
 
 The server ends with the process that started it, however that ends: its standard input is a pipe,
-and only that process holds the other end.
+and only the starting process holds the other end.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DemoServer:
     def __init__(self, model: str) -> None:
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         own = {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
-        # The key of a server of the user's is none of the demo's server, which needs no key.
+        # The demo's server needs no key, so it does not get that of the user's own server.
         others = {name: value for name, value in os.environ.items() if name != VARIABLE}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, "serve", model, *_FLAGS],

@@ -139,10 +139,10 @@ def _deploy(arguments: argparse.Namespace) -> None:
 
 
 class Signals:
-    """SIGINT and SIGTERM end the command while it starts, and later let it stop in peace.
+    """Handlers of SIGINT and SIGTERM, which end the command while it starts, and `wait` later.
 
-    What a handler raises is lost if it comes up in a finalizer, or where Ray catches everything. So
-    a signal is also noted, and ends the command when the start is over.
+    An exception of a handler is lost in a finalizer, and where Ray catches everything. So a signal
+    is also noted, and ends the command when the start is over.
     """
 
     def __init__(self) -> None:
@@ -176,15 +176,15 @@ def _set_variables(scale: ScaleOptions) -> None:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports to its makers
     if scale.ray_address is None:
-        # Who reaches a port of Ray can run programs. This makes Ray listen on 127.0.0.1 only; it
-        # has no other way to say so.
+        # Anyone who reaches a port of Ray can run programs. This makes Ray listen on 127.0.0.1
+        # only, for which there is no option.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         # Ray's proxy, which it starts with this environment, has no limits of its own.
         os.environ.setdefault(proxy.VARIABLE, proxy.PATH)
 
 
 def _find_reason(serve: Any) -> str | None:
-    """Return the error of a process that could not be started, in its own words."""
+    """Return the error line of a process that did not start, or `None` if Ray reports none."""
     application = serve.status().applications.get(_APP)
     if application is None:
         return None
@@ -232,7 +232,7 @@ def _connect(ray: Any, scale: ScaleOptions) -> None:
 
 @contextmanager
 def _explaining_start() -> Iterator[None]:
-    """Turn what Ray raises while it starts into an error that says what to do.
+    """Convert exceptions of Ray's start to a `ModelError` that says what to do.
 
     Ray raises a plain `Exception` if one of its processes is not there within 30 seconds.
     """
@@ -248,7 +248,7 @@ def _explaining_start() -> Iterator[None]:
 
 
 def _drain(serve: Any, timeout_s: float) -> None:
-    """End the application before the proxies, which would break off all responses at once.
+    """End the application first, because ending Ray's proxies breaks off all responses.
 
     Ray gives each process `timeout_s` seconds and some more, and waits no longer than a minute.
     """
@@ -298,7 +298,7 @@ def parse_arguments(given: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def _write_switch(name: str, flag: str, *, value: bool) -> list[str]:
-    """Return the words for a switch. One that is off by default has no word that turns it off."""
+    """Return the command-line words for a switch: none to turn off one that is off by default."""
     if value:
         return [flag]
     return [] if name in _OFF else [f"--no-{flag[2:]}"]

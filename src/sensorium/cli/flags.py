@@ -139,7 +139,7 @@ def get_given(arguments: argparse.Namespace, group: type) -> dict[str, Any]:
 
 
 def _parse(each: Option, text: str) -> Any:
-    """Return the value of an option, or raise an `ArgumentTypeError` if the text has none."""
+    """Return the value of an option, or raise an `ArgumentTypeError` if the text is not valid."""
     value = PARSERS[each.kind](text)
     if value is None or each.kind not in ("integer", "number", "bytes", "tokens"):
         return value
@@ -308,7 +308,7 @@ def split_question(
 
     The question is `None` if there is none. A single argument is the model, unless it can't be the
     name of one; then it is the question for the default model. If the model was given by `--model`,
-    none of the arguments is.
+    none of the arguments is the model.
     """
     if named_model is None and len(words) == 1 and _is_question(words[0]):
         named_model = EMBEDDED_MODEL

@@ -1,4 +1,4 @@
-"""The keys of a server, from where other users of the machine don't see them.
+"""Reads a server's API keys from places that other users of the machine can't see.
 
 Everybody can read the command lines of processes. So keys may also stand in a file or in an
 environment variable. A key is never part of an error or of a log line.
@@ -17,12 +17,12 @@ _MAX_CHARACTERS = 2**20
 
 
 def take_keys(given: Sequence[str], path: str | None, notes: list[str]) -> tuple[str, ...]:
-    """Return the keys that requests may bring: those given, and those of the file at `path`.
+    """Return the keys that requests may have: those in `given`, and those in the file at `path`.
 
     Without either, they come from the variable `SENSORIUM_API_KEY`, which is removed in any case,
     so that no child process has it. A file and the variable have one key in a line. A sentence is
-    added to `notes` if every user of the machine can read the file. Raise a `ModelError` if it
-    can't be read, or if a key, the file or the variable is empty.
+    added to `notes` if every user of the machine can read the file. Raise a `ModelError` if the
+    file can't be read, or if a key, the file or the variable is empty.
     """
     variable = os.environ.pop(VARIABLE, None)
     if not all(map(str.strip, given)):
@@ -35,7 +35,7 @@ def take_keys(given: Sequence[str], path: str | None, notes: list[str]) -> tuple
 
 
 def get_client_key(given: str | None, *others: str) -> str | None:
-    """Return a client's key: the one given, the first of `SENSORIUM_API_KEY`, or of `others`."""
+    """Return `given`, else the first key in `SENSORIUM_API_KEY`, else in the variables `others`."""
     if given:
         return given
     lines = _list_lines(os.environ.get(VARIABLE, ""))
@@ -44,7 +44,7 @@ def get_client_key(given: str | None, *others: str) -> str | None:
 
 def _read(path: str, notes: list[str]) -> str:
     try:
-        with open(path, encoding="utf-8-sig") as file:  # some editors begin it with a mark
+        with open(path, encoding="utf-8-sig") as file:  # some editors write a byte order mark
             text = file.read(_MAX_CHARACTERS + 1)
             mode = os.fstat(file.fileno()).st_mode
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The command `sensorium models`, which lists the known families or describes one model.
+"""The command `sensorium models`, which lists model families (architectures) or describes a model.
 
 The list is printed without torch and Transformers, which take seconds to import.
 """

@@ -1,7 +1,7 @@
 """The command `transcribe`, which transcribes audio and video files.
 
 It uses a model in this process, or a running server. Both give their results to a
-`TranscriptWriter`. A file that fails is named on stderr, and costs the others nothing.
+`TranscriptWriter`. A file that fails is named on stderr, and the others are still transcribed.
 """
 
 from __future__ import annotations

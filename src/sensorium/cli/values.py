@@ -28,7 +28,7 @@ _TOKEN_UNITS = {"": 1} | {
 
 
 def split_list(text: str) -> list[str]:
-    """Return the texts of a list that is written as JSON, or the text itself if it is none."""
+    """Return the texts of a JSON list, or only `text` itself if it is not such a list."""
     try:
         items = json.loads(text) if text.startswith("[") else None
     except ValueError:  # such as the address [::1]

@@ -1,6 +1,6 @@
 """Checks requests before the core accepts them, so that no accepted request can get stuck.
 
-Pure: it looks at a request and the limits, and raises a `RequestError` that names the fault.
+The functions have no state: they read a request and the limits, and raise `RequestError`s.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ class Limits:
     max_model_len: int  # tokens, as all lengths
     max_num_batched_tokens: int
     max_num_seqs: int
-    encoder_cache_size: int  # embeddings that it holds
+    encoder_cache_size: int  # in embeddings
     max_num_encoder_embeds: int  # embeddings that one step may compute
     # The model attends in both directions inside items of these modalities, so that consecutive
     # embeddings of an item must be computed in one step.
     bidirectional_modalities: frozenset[str] = frozenset()
     disable_chunked_mm_input: bool = False  # every item is computed in one step, for any model
     is_encoder_decoder: bool = False
-    # A request of more tokens than this is computed in another way (other rotary factors), so that
-    # a request that grows beyond it starts again. None: length changes nothing.
+    # A request with more tokens than this is computed with other rotary factors, so a request that
+    # grows longer is computed again from its start. None: the length makes no difference.
     long_after: int | None = None
-    # A prompt is long if more tokens than this are to be computed when it starts. While others wait
-    # for their first token, long prompts have no more in a step. 0: no prompt is long.
+    # A prompt is long if more tokens than this are to be computed when its request starts. While
+    # other requests wait for their first token, long prompts together get at most this many tokens
+    # of a step. 0: no prompt is long.
     long_prefill_token_threshold: int = 0
-    # The steps of others between two steps with tokens of long prompts.
+    # While other requests run, how many steps without long prompts follow one with their tokens.
     long_prefill_pause: int = 0
 
 
@@ -125,7 +126,7 @@ def _check_features(
 
 def _check_first_step(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> None:
     """Raise `RequestError` if an encoder-decoder model can't encode all items in the first step."""
-    # They take no positions in the prompt.
+    # These items take no positions in the prompt.
     for mm_index, feature in enumerate(features):
         offset = feature.mm_position.offset
         if offset != 0:
@@ -162,7 +163,7 @@ def _check_places(features: Sequence[MultiModalFeatureSpec], num_tokens: int) ->
 def _make_error(
     features: Sequence[MultiModalFeatureSpec], mm_index: int, reason: str
 ) -> RequestError:
-    """Return an error about one media item; `reason` follows its name and begins with a verb."""
+    """Return the error "<modality> item <index> <reason>"; `reason` begins with a verb."""
     modality = features[mm_index].modality
     index = sum(feature.modality == modality for feature in features[:mm_index])
     return RequestError(f"{modality} item {index} {reason}", path=(*_MEDIA, modality, index))
@@ -171,8 +172,7 @@ def _make_error(
 def get_unsplittable_spans(features: Sequence[MultiModalFeatureSpec], limits: Limits) -> Spans:
     """Return the sorted token ranges of media items that must each be computed in one step.
 
-    Raise `RequestError` if two items that are attended to in both directions have no text between
-    them.
+    Raise `RequestError` if no text separates two items with bidirectional attention.
     """
     if limits.is_encoder_decoder:
         return ()

@@ -1,4 +1,4 @@
-"""A pool of KV cache blocks of equal size, which counts references and remembers their contents.
+"""Allocates KV cache blocks of equal size, counts their references and finds them by contents.
 
 Owns reference counts, the names of cached blocks and the order of eviction. Holds neither requests
 nor tensors.
@@ -6,7 +6,7 @@ nor tensors.
 Invariants:
   1. A block is either free or has references, never both; the null block is neither.
   2. A block with references is never evicted.
-  3. A name leads to at most one block, and is given only to a block that was computed.
+  3. A name (a hash of the contents) has at most one block, and only one that was computed.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def register(self, block_id: int, name: bytes) -> None:
-        """Make a computed block findable under a name, which is a hash of its contents.
+        """Let later requests find a computed block by its name, a hash of its contents.
 
-        A block keeps its first name, and a name its first block: a second one gets no name.
+        A block that already has a name keeps it. A second block with the same contents gets none.
         """
         if self._num_refs[block_id] <= 0:
             raise InvariantError(f"KV block {block_id} is cached, but no request refers to it")

@@ -10,8 +10,8 @@ Invariants:
   1. used + free == capacity.
   2. An entry with a reference is never evicted, nor is a reserved one.
   3. An entry that was never computed is never a hit.
-  4. References are per (request, item): the same image twice in a prompt holds its entry until the
-     second is passed.
+  4. References are per (request, item): an image that a prompt has twice keeps its entry until
+     the tokens of its second place are computed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class EncoderCacheStatistics:
     num_entries: int
     num_references: int
     num_evictions: int
-    # Media items that had to be encoded or found; those of preempted requests count again.
+    # Media items that had to be encoded or found; items of preempted requests count again.
     num_queries: int
-    num_hits: int  # those of them that were found, here or as keys and values in the KV cache
+    num_hits: int  # found in this cache, or as keys and values in the KV cache
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ class EncoderCacheManager:
         self._num_evictions = 0
         self._num_queries = 0
         self._num_hits = 0
-        self.num_releases = 0  # entries given up so far; space becomes free only when it grows
+        self.num_releases = 0  # entries given up so far; no space becomes free unless it grows
         self._freed_keys: list[str] = []
 
     @property
     def num_reclaimable_embeds(self) -> int:
-        """The number of embeddings that can be allocated at most, if all evictable entries go."""
+        """The most embeddings that can be allocated, if all evictable entries are evicted."""
         return self._num_free + self._num_evictable
 
     def __contains__(self, key: str) -> bool:
@@ -88,11 +88,11 @@ class EncoderCacheManager:
         return mm_index in self.request_cached_ids.get(request.request_id, ())
 
     def get_cached_input_ids(self, request: Request) -> frozenset[int] | set[int]:
-        """Return the request's items that hold references, as the manager's own set, not a copy."""
+        """Return the request's items that hold references: the manager's own set, not a copy."""
         return self.request_cached_ids.get(request.request_id, frozenset())
 
     def check_and_update_cache(self, request: Request, mm_index: int) -> bool:
-        """Give an item a reference to its entry, and return whether the cache has such an entry."""
+        """Give an item a reference to its entry in the cache; return False if there is no entry."""
         key = request.get_encoder_key(mm_index)
         entry = self._entries.get(key)
         if entry is None:
@@ -112,9 +112,9 @@ class EncoderCacheManager:
         to_encode: Sequence[int],
         duplicates: Sequence[int],
     ) -> tuple[EncoderInput, ...]:
-        """Give a request the items of a window, and return those that the step has to encode."""
-        # Shared entries come first, so that they are not evicted to make space. Duplicates need the
-        # entry to exist.
+        """Take references for a request's media items, and return the items to encode."""
+        # Shared entries come first, so that they are not evicted to make space. Duplicates come
+        # last, because they share an entry that is allocated here.
         for mm_index in to_share:
             self.check_and_update_cache(request, mm_index)
         for mm_index in to_encode:
@@ -125,7 +125,7 @@ class EncoderCacheManager:
         return tuple(EncoderInput(mm_index=i, key=request.get_encoder_key(i)) for i in to_encode)
 
     def count_stored(self, request: Request) -> None:
-        """Count the media items of a request as found: the KV cache has their keys and values."""
+        """Count the media items of a request as hits: the KV cache has their keys and values."""
         indices = tuple(range(len(request.mm_features)))
         request.count_encoder_items(encoded=(), shared=indices)
         self._num_queries += len(indices)
@@ -135,7 +135,7 @@ class EncoderCacheManager:
         return num_embeds <= self.num_reclaimable_embeds
 
     def allocate(self, request: Request, mm_index: int) -> None:
-        """Reserve space for the encoder output of an item, and evict entries if need be."""
+        """Reserve space for the encoder output of an item, and evict entries if necessary."""
         key = request.get_encoder_key(mm_index)
         num_embeds = request.mm_features[mm_index].mm_position.get_num_embeds()
         if key in self._entries or not self.can_allocate(num_embeds):
@@ -158,7 +158,7 @@ class EncoderCacheManager:
             self._make_evictable(key, entry)
 
     def discard(self, key: str) -> set[str]:
-        """Remove an entry that the worker could not encode, and return the ids of its requests."""
+        """Remove an entry that could not be encoded; return the ids of requests that need it."""
         entry = self._entries.get(key)
         if entry is None:
             return set()
@@ -183,7 +183,7 @@ class EncoderCacheManager:
             self._make_evictable(key, entry)
 
     def free_passed_items(self, request: Request, start: int) -> None:
-        """Drop the references of items that end within the tokens computed from `start` on."""
+        """Drop the references of items that the tokens computed from `start` on have completed."""
         end = request.num_computed_tokens
         lo, hi = get_mm_features_in_window(request.mm_features, start, end)
         for mm_index in range(lo, hi):
@@ -196,7 +196,7 @@ class EncoderCacheManager:
             self.free_encoder_input(request, mm_index)
 
     def add_freed_keys(self, keys: Iterable[str]) -> None:
-        """Make the worker drop outputs that it may hold although there is no entry for them."""
+        """Make the worker drop encoder outputs that it may hold, but that have no entry."""
         self._freed_keys.extend(keys)
 
     def take_freed_keys(self) -> tuple[str, ...]:

@@ -1,15 +1,15 @@
-"""Accounting for KV blocks: the map from the positions of requests to blocks.
+"""Accounting for KV cache blocks: the map from the positions of each request to blocks.
 
 Owns the block tables and one `BlockPool` per group of layers. Holds no tensors: `worker.kv_cache`
 does.
 
 Invariants:
   1. An allocation gives all blocks that are needed, in every group, or changes nothing.
-  2. A block is findable only after its positions were computed.
+  2. Other requests find a block only after its positions were computed.
   3. In a group with a sliding window, blocks that no later position reads are released; the
      block table has the null block in their place.
   4. A group with cross-attention has blocks for the encoded media of a request, not for its tokens.
-     They are allocated at once. Requests with the same media share all of them, or none.
+     They are allocated together. Requests with the same media share all of them, or none.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sensorium.core.request import Request
 from sensorium.types.errors import CapacityError, InvariantError
 from sensorium.types.scheduling import BlockIds, KVCacheGroup, find_cross_group
 
-_MAX_RESERVED = 0.75  # of the blocks of a group, for requests that are never preempted
-_MIN_DROPPED = 32  # blocks that are removed from the tables of such a request at a time
+_MAX_RESERVED = 0.75  # the part of a group's blocks for requests that are never preempted
+_MIN_DROPPED = 32  # the fewest blocks that `drop_passed` is worth calling for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHit:
-    """The longest beginning of a request's tokens that the KV cache already holds."""
+    """The longest prefix of a request's tokens that the KV cache already holds."""
 
     num_tokens: int
     # The group with cross-attention has all blocks of the request's media. False: it has none.
@@ -56,13 +56,13 @@ class KVCacheManager:
         self._pools = [BlockPool(group.num_blocks) for group in groups]
         self._cross_group = find_cross_group(self.groups)
         self._tables: dict[str, list[_BlockTable]] = {}  # request id -> a table for each group
-        self._num_registered: dict[str, int] = {}  # request id -> its first blocks with names
-        # Request id -> the most blocks that it may need in each group, and that it will get.
+        self._num_registered: dict[str, int] = {}  # request id -> how many first blocks have names
+        # Request id -> the most blocks that it may need in each group, which are reserved for it.
         self._reserved: dict[str, list[int]] = {}
 
     @property
     def num_releases(self) -> int:
-        """The number of references dropped; a failed allocation fails again until it grows."""
+        """The number of dropped references; until it grows, a failed allocation fails again."""
         return sum(pool.num_releases for pool in self._pools)
 
     def get_block_ids(self, request_id: str) -> BlockIds:
@@ -71,7 +71,7 @@ class KVCacheManager:
     def can_ever_fit(
         self, num_tokens: int, max_new_tokens: int, num_cross_positions: int = 0
     ) -> bool:
-        """Return whether a request fits into an empty KV cache if a step has `max_new_tokens`."""
+        """Return whether an empty KV cache fits a request with `max_new_tokens` per step."""
         return all(
             self._num_blocks_at_most(
                 group, num_cross_positions if group.is_cross else num_tokens, max_new_tokens
@@ -81,7 +81,7 @@ class KVCacheManager:
         )
 
     def _count_blocks(self, request: Request, num_tokens: int) -> list[int]:
-        """Return for each group how many blocks the first tokens of a request need."""
+        """Return how many blocks the first `num_tokens` of a request need in each group."""
         num_blocks = -(-num_tokens // self.block_size)
         return [
             self._count_media_blocks(request) if group.is_cross else num_blocks
@@ -101,9 +101,10 @@ class KVCacheManager:
         return min(total, live)
 
     def find_prefix(self, request: Request, max_tokens: int) -> PrefixHit:
-        """Return the longest cached prefix of a request, of whole blocks and at most `max_tokens`.
+        """Return the longest cached prefix of a request: whole blocks, with at most `max_tokens`.
 
-        It does not end inside an unsplittable span. Nothing is allocated: pass it to `allocate`.
+        The prefix does not end inside an unsplittable span. Its blocks are not acquired before
+        `allocate`.
         """
         num_blocks = max_tokens // self.block_size if self.enable_prefix_caching else 0
         for group, pool in zip(self.groups, self._pools, strict=True):
@@ -120,7 +121,7 @@ class KVCacheManager:
         return PrefixHit(num_tokens=num_tokens, has_media=bool(media), block_ids=block_ids)
 
     def _find_media(self, request: Request) -> tuple[int, ...]:
-        """Return the blocks that hold a request's media, or none of them if one is missing."""
+        """Return the blocks that hold a request's media, or an empty tuple if one is missing."""
         if self._cross_group is None or not self.enable_prefix_caching:
             return ()
         pool, block_ids = self._pools[self._cross_group], []
@@ -145,9 +146,10 @@ class KVCacheManager:
         return self._window_miss(request, num_blocks)
 
     def _window_miss(self, request: Request, num_blocks: int) -> int | None:
-        """Return the last block that a sliding window needs after a prefix and lacks, or `None`.
+        """Return the last missing block that a sliding window needs to reuse a prefix, or `None`.
 
-        Every shorter prefix with this block needs it as well, so the next to try ends before it.
+        A shorter prefix that contains this block needs it as well, so the next one to try ends
+        before it.
         """
         for group, pool in zip(self.groups, self._pools, strict=True):
             if group.window is None:
@@ -179,17 +181,17 @@ class KVCacheManager:
     def allocate(
         self, request: Request, num_tokens: int, hit: PrefixHit | None = None
     ) -> BlockIds | None:
-        """Extend the blocks of a request to its first `num_tokens` tokens, and return the new ones.
+        """Allocate the blocks that a request's first `num_tokens` still lack, and return them.
 
-        A request without blocks starts with the cached ones of `hit`, which are part of the result.
+        A request without blocks starts with the cached blocks of `hit`, which the result includes.
         If a pool has too few free blocks, nothing is allocated, and the result is `None`.
         """
         tables = self._tables.get(request.request_id)
         if tables is None:
             return self._start(request, num_tokens, hit)
         totals = self._count_blocks(request, num_tokens)
-        # Blocks of the step under way get their names when it has ended. They are released before
-        # that only if there is no other way.
+        # Blocks that the step under way fills get their names when it has ended. They are released
+        # before that only if there is no other way.
         for num_passed in (request.num_computed_tokens, request.num_scheduled_tokens):
             self._release_passed(tables, num_passed)
             counts = [
@@ -253,13 +255,13 @@ class KVCacheManager:
         self._num_registered[request.request_id] = max(first, last)
 
     def reserve(self, request: Request, max_model_len: int, max_new_tokens: int) -> None:
-        """Set blocks aside for a request that is never preempted, until it is freed.
+        """Reserve blocks for a request that is never preempted, until `free` is called for it.
 
         Raise `CapacityError` if all such requests together would need more than `_MAX_RESERVED` of
         the blocks of a group, or leave too few for one other request of `max_model_len` tokens,
         with `max_new_tokens` of them in a step.
         """
-        # No step has more of its tokens than the first one, which computes its prompt.
+        # The first step, which computes the prompt, has more tokens of this request than any later.
         most_new = min(max_model_len, request.num_prompt_tokens + self.block_size)
         counts = [self._num_blocks_at_most(group, max_model_len, most_new) for group in self.groups]
         for index, (count, pool) in enumerate(zip(counts, self._pools, strict=True)):
@@ -274,21 +276,21 @@ class KVCacheManager:
         self._reserved[request.request_id] = counts
 
     def has_room(self, request: Request, num_tokens: int) -> bool:
-        """Return whether a request without blocks could get those of its first tokens now."""
+        """Return whether a request without blocks could get those of its first `num_tokens` now."""
         counts = self._count_blocks(request, num_tokens)
         return all(n <= pool.num_free for n, pool in zip(counts, self._pools, strict=True))
 
     def has_passed(self, request: Request) -> bool:
-        """Return whether all windows have passed so many blocks that `drop_passed` drops them."""
+        """Return whether all groups' windows have passed enough blocks to call `drop_passed`."""
         num_tokens = request.num_computed_tokens
         return all(
             self._first_live_block(group, num_tokens) >= _MIN_DROPPED for group in self.groups
         )
 
     def drop_passed(self, request: Request) -> int:
-        """Remove the blocks before all windows from a request, and return how many tokens they had.
+        """Remove a request's blocks that all windows have passed; return how many tokens they held.
 
-        The tokens behind them count from 0 again.
+        The remaining tokens are numbered from 0 again.
         """
         tables = self._tables[request.request_id]
         self._release_passed(tables, request.num_computed_tokens)
@@ -315,9 +317,10 @@ class KVCacheManager:
             return
         del self._num_registered[request_id]
         for group, pool, table in zip(self.groups, self._pools, tables, strict=True):
-            # The blocks at the end are evicted first: others more likely share the beginning.
-            # Blocks of media become free in the order of their ids, so that the next media get
-            # blocks that follow one another. Free blocks without a name are used in reverse order.
+            # The last blocks are evicted first: other requests more likely share the first ones.
+            # Blocks of media are released so that they are allocated again in the order of their
+            # ids, and the next media get consecutive blocks. Blocks without a name are allocated in
+            # the reverse order of their release.
             is_forward = group.is_cross and pool.has_name(table.block_ids)
             pool.release(table.block_ids if is_forward else reversed(table.block_ids))
 

@@ -1,24 +1,26 @@
-"""Decides which long prompt gets tokens of a step, and how many, while there are other requests.
+"""Decides which long prompts get tokens of a step, and how many, while there are other requests.
 
 A prompt is long if more than `threshold` of its tokens are to be computed when it starts. It stays
-long until all of them are. A step with many of its tokens takes long, and all others wait for it.
-This module only decides: the scheduler carries it out.
+long until all of them are computed. A step with many of its tokens takes long, and all other
+requests wait for that step. This module only decides: the scheduler acts on the decisions.
 
 Invariants:
-  1. While others wait for their first token, long prompts together have at most `threshold` tokens
-     of a step, and at most half of it. Only an unsplittable span may exceed that.
-  2. While others run, long prompts rest after a step with their tokens: for `pause` steps with work
-     of others per `threshold` tokens, and at most `pause`. When the others have gone, but may come
-     again, long prompts have few tokens of a step at first, and then twice as many each time.
-  3. In such a step one long prompt comes before the other long ones. In turns, this is the first in
-     their order (`core.long_queue`), so that none starves, and the one with the fewest tokens left.
-  4. While long prompts run, another one starts only if it comes before them in their order, or has
-     at most half of the tokens that each of them has left. So few hold seats and blocks.
-  5. A prompt that got nothing in its turn for lack of another resource keeps the turn.
-  6. No prompt gives way to requests that are less urgent.
-  7. No long prompt takes a seat that was freed for another request. If the first one finds no seat
-     in its turn, the next seat is for it and for those that came before it. It takes that seat at
-     once, with one token of the step if it is not its turn.
+  1. While other requests wait for their first token, long prompts together have at most `threshold`
+     tokens of a step, and at most half of it. Only an unsplittable span may exceed that.
+  2. While other requests run, long prompts rest after a step with their tokens: for `pause` steps
+     with work of others per `threshold` tokens, and at most `pause`. When the other requests have
+     ended, more may arrive soon. So long prompts get few tokens of a step at first, and then twice
+     as many each time.
+  3. In each step in which long prompts take part, one of them is served before the others. Turns
+     alternate: the first in their order (`core.long_queue`), so that none starves, then the one
+     with the fewest tokens left.
+  4. While long prompts run, another one starts only if it precedes them in their order, or has at
+     most half of the tokens that each of them has left. So few of them hold seats and blocks.
+  5. A prompt that got nothing in its turn, because another resource was missing, keeps its turn.
+  6. Long prompts never give way to less urgent requests.
+  7. No long prompt takes a seat that was freed for another request. If the first in the order finds
+     no seat in its turn, the next free seat is for it and for the requests before it. It takes that
+     seat at once; if it is not its turn, it gets one token of the step.
   8. Where these rules would leave a step empty, it is planned without them.
 """
 
@@ -33,11 +35,11 @@ from sensorium.core.request import Request
 from sensorium.core.seat_shares import SeatShares
 from sensorium.core.waiting_queue import WaitingQueue
 
-_FIRST_PIECE = 8  # the part of `threshold` that such a prompt begins with when others have gone
+_FIRST_PIECE = 8  # long prompts that are alone begin with this fraction of `threshold`: 1 / 8
 
 
 class _Entry(NamedTuple):
-    """A long prompt that may come first."""
+    """A long prompt that may be served first in a step."""
 
     num_left: int  # tokens to compute
     order: Order
@@ -45,7 +47,7 @@ class _Entry(NamedTuple):
 
 
 class LongPrompts:
-    """A planner of how many tokens long prompts get in each step, and which comes first."""
+    """A planner of how many tokens long prompts get in each step, and which is served first."""
 
     def __init__(
         self, threshold: int, *, pause: int, max_num_tokens: int, shares: SeatShares
@@ -58,34 +60,34 @@ class LongPrompts:
         self._running: dict[str, Request] = {}
         self._num_steps_to_rest = 0
         self._least_alone = max(1, threshold // _FIRST_PIECE)
-        self._most_alone = self._least_alone  # tokens of a step while no others are there
-        self._is_turn_of_first = True  # and not of the shortest
+        self._most_alone = self._least_alone  # tokens of a step without other requests
+        self._is_turn_of_first = True  # otherwise the shortest has its turn
         self._kept_by: str | None = None  # the prompt that keeps its turn
-        self._claimer: Request | None = None  # found no seat in its turn
+        self._claimer: Request | None = None  # it found no seat in its turn: the next is for it
         self._next_claimer: Request | None = None
-        # Of the present step:
-        self._has_room_made: Request | None = None  # waits, and others make room for it
-        self._chosen: Request | None = None  # comes before the other long ones
+        # State of the step that is being planned:
+        self._has_room_made: Request | None = None  # a waiting one that others make room for
+        self._chosen: Request | None = None  # served before the other long prompts
         self._num_for_chosen = 0  # tokens
-        self._num_spare = 0  # tokens for all others together
+        self._num_spare = 0  # tokens for all other long prompts together
         self._is_resting = False
         self._is_lifted = False
-        self._num_computed = 0  # tokens of all of them
+        self._num_computed = 0  # tokens of all long prompts
         self._has_refused = False
         self._keeper: str | None = None
 
     def is_long(self, request: Request, num_cached_tokens: int) -> bool:
-        """Return whether a request that starts with so many cached tokens has a long prompt."""
+        """Return whether the prompt of a request that starts with these cached tokens is long."""
         if not self._threshold or request.is_stream:  # the tokens of a stream arrive one by one
             return False
         return request.num_tokens - num_cached_tokens > self._threshold
 
     def add(self, request: Request) -> None:
-        """Note that a request with a long prompt runs."""
+        """Record that a request with a long prompt runs."""
         self._running[request.request_id] = request
 
     def remove(self, request_id: str) -> None:
-        """Note that a request does not run any more, whether its prompt is long or not."""
+        """Record that a request does not run any more, whether its prompt is long or not."""
         self._running.pop(request_id, None)
 
     # ---- planning a step, in the order of these methods
@@ -103,7 +105,7 @@ class LongPrompts:
             self._most_alone = self._least_alone
         if not ranks or self._is_lifted:
             return
-        # They do not give way to requests that are less urgent.
+        # Long prompts do not give way to less urgent requests.
         priority, _ = min(ranks)
         others = [r for r in (waiting.first_short,) if r is not None and r.rank[0] <= priority]
         has_newcomers = bool(others)
@@ -137,7 +139,7 @@ class LongPrompts:
         return found.request
 
     def choose(self, waiting: WaitingQueue, *, num_free_seats: int) -> None:
-        """Choose the long prompt that comes first: a running one, or one that finds a free seat."""
+        """Choose the long prompt to serve first: a running one, or one that finds a free seat."""
         if self._is_resting or self._is_lifted:
             return
         entries = self._list_entries(waiting)
@@ -194,14 +196,14 @@ class LongPrompts:
         return claimer if is_urgent else None
 
     def _find(self, entries: Iterable[_Entry]) -> _Entry | None:
-        """Return the long prompt that comes first in this turn, or `None` if there is none."""
+        """Return the long prompt that this turn serves first, or `None` if `entries` is empty."""
         entries = list(entries)
         kept = [entry for entry in entries if entry.request.request_id == self._kept_by]
         key = _get_order if self._is_turn_of_first else _get_length
         return min(kept or entries, key=key, default=None)
 
     def _finds_seat(self, request: Request, waiting: WaitingQueue, num_free_seats: int) -> bool:
-        """Return whether a waiting long prompt finds a free seat that is not for another one."""
+        """Return whether a waiting long prompt finds a free seat that is not meant for another."""
         is_entitled = self._shares.is_entitled(request)
         if is_entitled and request in (self._has_room_made, self._get_claimer(waiting.long)):
             return num_free_seats > 0
@@ -230,7 +232,7 @@ class LongPrompts:
         return filter(self._shares.is_entitled, before)
 
     def get_most(self, request: Request, start: int) -> int:
-        """Return how many tokens of a request from `start` on the step may have by these rules."""
+        """Return how many tokens of a request, from `start` on, these rules allow in the step."""
         is_long = request.request_id in self._running or self.is_long(request, start)
         if not is_long or self._is_lifted:
             return self._max_num_tokens
@@ -243,14 +245,14 @@ class LongPrompts:
         return most
 
     def note_tokens(self, request: Request, num_tokens: int) -> None:
-        """Note that the step computes tokens of a request, whether its prompt is long or not."""
+        """Record that the step computes tokens of a request, whether its prompt is long or not."""
         if request.request_id in self._running:
             self._num_computed += num_tokens
             if request is not self._chosen:
                 self._num_spare = max(0, self._num_spare - num_tokens)
 
     def keep_turn(self, request: Request) -> None:
-        """Note that a request got nothing of the step, although these rules would have let it."""
+        """Record that a request got no tokens of the step, although these rules allowed some."""
         if request is self._chosen:
             self._keeper = request.request_id
 
@@ -264,15 +266,15 @@ class LongPrompts:
         self._is_lifted = True
 
     def end_step(self, *, has_tokens: bool) -> None:
-        """Remember what matters for the next steps, and whether this one `has_tokens` at all."""
+        """Update the state for the next steps; `has_tokens` is False if this step is empty."""
         if self._num_computed:
             num_steps = -(-self._pause * self._num_computed // self._threshold)
             self._num_steps_to_rest = min(self._pause, self._num_steps_to_rest + num_steps)
             self._most_alone = min(2 * self._most_alone, self._max_num_tokens)
         elif self._is_resting and has_tokens:
             self._num_steps_to_rest -= 1
-        # The turn also passes on if a chosen one could not start. So one that lacks blocks does
-        # not hold up those that run.
+        # The turn also passes on if the chosen prompt could not start. So a prompt that lacks
+        # blocks does not hold up the running ones.
         if self._chosen is not None and self._keeper is None:
             self._is_turn_of_first = not self._is_turn_of_first
         self._kept_by = self._keeper
@@ -285,7 +287,7 @@ def _get_num_left(request: Request) -> int:
 
 
 def _has_prompt_left(request: Request) -> bool:
-    return _get_num_left(request) > 1  # the last one costs no more than a token of any answer
+    return _get_num_left(request) > 1  # the last one costs no more than a decoded token
 
 
 def _get_order(entry: _Entry) -> tuple[int, ...]:

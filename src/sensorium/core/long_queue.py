@@ -1,12 +1,13 @@
-"""The waiting requests with long prompts: the first and the shortest of each client call.
+"""Keeps the waiting long prompts, and finds the first and the shortest one of each client call.
 
-A client call may consist of many requests of the core. In the order of arrival alone, a prompt that
-comes after a call with a hundred of them would wait for all of these. So calls take turns: a long
-prompt counts as arrived when it arrived, or when the last one of its call started, if that was
-later. So between two of one call, each call that waited before gets its turn.
+A client call may make many requests in the core, which have the same `group`. In the order of
+arrival alone, a prompt that arrives after a call with a hundred long prompts would wait for all of
+them. So calls take turns: a long prompt counts as arrived when the last long prompt of its call
+started, if that was after its own arrival. Between two prompts of one call, each call that already
+waited gets its turn.
 
 The place of a request does not change once it has started, not even if it is preempted. All changes
-are logarithmic in the number of requests, except for moving pointers.
+take logarithmic time in the number of requests, except for moving pointers in lists.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from operator import attrgetter
 from sensorium.core.request import Request
 
 _rank_of = attrgetter("rank")
-# The priority, the number of the request with which it counts as arrived, and a number to
-# distinguish those that count as arrived with the same one: 0 for that one itself.
+# A place in the order: the priority, the arrival number that counts for the request, and a number
+# to distinguish requests that count as arrived together: 0 for the one that really arrived then.
 Order = tuple[int, int, int]
-_Key = tuple[int, ...]  # no two requests in one list have the same
+_Key = tuple[int, ...]  # unique in each list
 _Keyed = tuple[_Key, Request]
 
 
@@ -32,7 +33,7 @@ class _Call:
 
     by_rank: list[Request] = field(default_factory=list)
     by_length: list[_Keyed] = field(default_factory=list)
-    last_start: tuple[int, int] | None = None  # of its last long prompt, as in an `Order`
+    last_start: tuple[int, int] | None = None  # of its last prompt, as in an `Order`
     first: _Keyed | None = None  # its entries in the lists of all calls
     shortest: _Keyed | None = None
 
@@ -42,7 +43,7 @@ class LongQueue:
 
     def __init__(self) -> None:
         self._by_rank: list[Request] = []
-        self._lengths: dict[str, int] = {}  # request id -> tokens that were to be computed
+        self._lengths: dict[str, int] = {}  # request id -> tokens to compute, when it was added
         self._calls: dict[str, _Call] = {}  # group -> its call, if some of its requests wait
         self._firsts: list[_Keyed] = []  # of each call, in their order
         self._shortest: list[_Keyed] = []  # of each call, in the order of lengths
@@ -53,7 +54,7 @@ class LongQueue:
         return len(self._by_rank)
 
     def __iter__(self) -> Iterator[Request]:
-        """Return all in the order of arrival, the most urgent ones first."""
+        """Return all requests, sorted by priority and then by arrival."""
         return iter(self._by_rank)
 
     def __contains__(self, request: Request) -> bool:
@@ -61,16 +62,16 @@ class LongQueue:
 
     @property
     def firsts(self) -> Iterator[Request]:
-        """The first one of each call, in their order."""
+        """The first request of each client call, in the order of service."""
         return (request for _, request in self._firsts)
 
     @property
     def shortest(self) -> Iterator[Request]:
-        """The shortest one of each call: the most urgent first, and of these the shortest."""
+        """The shortest request of each client call, sorted by priority and then by length."""
         return (request for _, request in self._shortest)
 
     def get_length(self, request: Request) -> int:
-        """Return how many tokens a waiting request had to compute when it arrived."""
+        """Return how many tokens a waiting request had to compute when it was added."""
         return self._lengths[request.request_id]
 
     def get_order(self, request: Request) -> Order:
@@ -102,7 +103,7 @@ class LongQueue:
         self._update(request.group)
 
     def note_start(self, request: Request, last_arrival: int) -> None:
-        """Note that a request starts, when `last_arrival` is the number of the newest request."""
+        """Record that a request starts; `last_arrival` is the number of the newest request."""
         self._started[request.request_id] = self.get_order(request)
         self._num_starts += 1
         if (call := self._calls.get(request.group)) is not None:
@@ -117,7 +118,7 @@ class LongQueue:
         return priority, self._lengths[request.request_id], arrival
 
     def _update(self, group: str) -> None:
-        """Set a call's entries in the lists of all calls."""
+        """Update a call's entries in the lists of all calls."""
         call = self._calls[group]
         for queue, keyed in ((self._firsts, call.first), (self._shortest, call.shortest)):
             if keyed is not None:

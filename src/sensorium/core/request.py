@@ -1,8 +1,8 @@
-"""A request while it runs, which only the scheduler changes, and the names of its full KV blocks.
+"""Defines a request in the scheduler, and the names by which full KV cache blocks are reused.
 
-Equal names mean equal keys and values. A name chains over everything that these depend on: the
-adapter and salt, whether they were computed for a long request, all tokens up to the block's end,
-and the part of a media item that stands at each place.
+Blocks with equal names have equal keys and values. A name is a hash of everything that these depend
+on: the adapter and salt, whether they were computed for a long request, all tokens up to the end of
+the block, and which part of a media item stands at each position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sensorium.types.request import (
 from sensorium.types.sampling import SamplingParams
 from sensorium.types.scheduling import EncoderInput, ModelRunnerOutput, StepMode
 
-# The order of service: the priority, then the arrival. Smaller comes first, and all are different.
+# The priority, then the number of the arrival. The smallest is served first; all are different.
 Rank = tuple[int, int]
 # Sorted, disjoint ranges of positions that must each be computed within one step.
 Spans = tuple[tuple[int, int], ...]
@@ -71,21 +71,19 @@ class Request:
         self.status = RequestStatus.WAITING
         self.token_ids = list(core_request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.run = 0  # the number of its present run, which no other run has; 0: it does not run
+        self.run = 0  # the unique number of its present or last run; 0: it has not run yet
         self.num_computed_tokens = 0  # in the steps that have ended
-        self.num_scheduled_tokens = 0  # also with the step that is under way
-        self.num_due_tokens = 0  # those that are chosen in steps under way, and not known yet
+        self.num_scheduled_tokens = 0  # including the steps under way
+        self.num_due_tokens = 0  # sampled in steps under way, and not read yet
         self.num_dropped = 0  # first tokens that were removed from `token_ids`
-        self._dropped: list[int] = []  # these tokens, of a request that can be computed again
+        self._dropped: list[int] = []  # these tokens, if the request may be computed again
         self._num_restored = 0  # first tokens that were dropped, and then were needed again
         self.num_preemptions = 0
         self.num_cached_tokens: int | None = None  # None: never scheduled
-        # Layers with cross-attention have the keys and values of its media, and need no more.
+        # The KV cache has the cross-attention keys and values of its media, so no encoder runs.
         self.has_media = False
-        self.encoder_hits: list[int] = []  # items with an encoder output in the cache
-        self._encoder_loads: set[int] = (
-            set()
-        )  # items with an encoder output that was computed before
+        self.encoder_hits: list[int] = []  # items found in the encoder cache
+        self._encoder_loads: set[int] = set()  # items that arrived with their encoder output
         self.arrived = arrived
         self.scheduled: float | None = None  # for the first time
         self.first_token: float | None = None
@@ -94,7 +92,7 @@ class Request:
         has_scores = self.sampling_params.prompt_logprobs is not None
         self.num_scored_tokens: int | None = 0 if has_scores else None
         stream = core_request.stream
-        # The number of positions with a part of streaming audio; infinite without such audio.
+        # How many positions have their part of the streaming audio; infinite without such audio.
         self.num_received: float = math.inf if stream is None else stream.num_received
         self.is_open = stream is not None and stream.is_open  # more audio may arrive
         self._num_items_counted = 0
@@ -129,7 +127,7 @@ class Request:
 
     @property
     def num_ready_tokens(self) -> int:
-        """The number of tokens that can be computed: those with their part of the audio."""
+        """The number of tokens that can be computed, as their part of the audio has arrived."""
         return int(min(len(self.token_ids) + self.num_due_tokens, self.num_received))
 
     @property
@@ -140,14 +138,14 @@ class Request:
 
     @property
     def has_received_all(self) -> bool:
-        """Whether the audio has ended, and all tokens that it may have are known."""
+        """Whether the audio has ended, and a token for each of its positions is known."""
         is_over = not self.is_open and len(self.token_ids) >= self.num_received
         return is_over and not self.num_due_tokens
 
     def drop_tokens(self, count: int) -> None:
         """Forget the first tokens, which no layer attends to any more, and renumber the others."""
-        # The names of its blocks are never used: they would depend on the audio.
-        if self.mm_features:  # all of its audio is there, so it may be preempted
+        # Names of a stream's blocks are never used, because they would depend on the audio.
+        if self.mm_features:  # all of its audio is here, so it may be preempted
             self._dropped += self.token_ids[:count]
         del self.token_ids[:count]
         self.num_computed_tokens -= count
@@ -170,10 +168,10 @@ class Request:
         self.num_dropped += count
 
     def must_wait(self, max_model_len: int) -> bool:
-        """Return whether a request with a due token can't be in a step before the token is read.
+        """Return whether no step may include the request before the host has read its due token.
 
-        That is so if the sampler needs the token, if it is the last one, or if the request becomes
-        long with it. Otherwise the worker passes it on to the next step before the host reads it.
+        That is so if the sampler needs the token, if it is the last one, or if it makes the request
+        long. Otherwise the worker passes the token on to the next step on the device.
         """
         num_tokens = len(self.token_ids) + self.num_due_tokens
         return (
@@ -197,7 +195,7 @@ class Request:
 
     @property
     def is_long(self) -> bool:
-        """Whether the model computes the request with the rotary factors for long ones."""
+        """Whether the model computes the request with its rotary factors for long requests."""
         return self._has_long(self.num_tokens)
 
     def _has_long(self, num_tokens: int) -> bool:
@@ -213,10 +211,10 @@ class Request:
 
     @property
     def max_cached_tokens(self) -> int:
-        """The number of leading tokens that may be taken from the prefix cache.
+        """The most leading tokens that may be taken from the prefix cache.
 
         The last token is always computed, and so is each prompt token with a log-probability that
-        is still to be returned. The blocks of a stream depend on its audio, and are never taken.
+        is still to be returned. The blocks of a stream depend on its audio, and are never reused.
         """
         if self.is_stream:
             return 0
@@ -227,7 +225,7 @@ class Request:
     def take_unscored(
         self, entries: tuple[TokenLogprobs, ...], start: int
     ) -> tuple[TokenLogprobs, ...]:
-        """Return a step's log-probabilities of prompt tokens that were not returned before."""
+        """Return those of a step's prompt log-probabilities that were not returned before."""
         if self.num_scored_tokens is None:
             return ()
         # After a preemption some are computed for a second time.
@@ -246,7 +244,7 @@ class Request:
         self._num_items_counted = max((self._num_items_counted - 1, *encoded, *shared)) + 1
 
     def note_encoded(self, items: Iterable[EncoderInput], result: ModelRunnerOutput) -> None:
-        """Record how long a step took to encode items, and which needed no encoder."""
+        """Record how long a step took to encode items, and which items needed no encoder."""
         self.encode_s += result.encode_s
         if result.loaded_encodes:
             self._encoder_loads |= {i.mm_index for i in items if i.key in result.loaded_encodes}
@@ -263,7 +261,7 @@ class Request:
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
         results: Results = NO_RESULTS,
     ) -> EngineCoreOutput:
-        """Return an output, with what describes the whole request only if it may be the last."""
+        """Return an output; only if it may be the last, it describes the whole request."""
         # A stop string, which the frontend looks for, may make any output the last one.
         may_be_last = reason is not None or bool(self.sampling_params.stop)
         return EngineCoreOutput(
@@ -326,7 +324,7 @@ class Request:
         return None
 
     def append_token(self, token_id: int) -> bool:
-        """Append a token to the output, and return whether the request has become long with it."""
+        """Append a token to the output, and return whether it makes the request long."""
         self.token_ids.append(token_id)
         if self._long_after is None or len(self.token_ids) != self._long_after + 1:
             return False
@@ -340,13 +338,13 @@ class Request:
         return hash_root(request.lora_id, request.cache_salt, is_long=self.is_long)
 
     def block_hash(self, index: int) -> bytes:
-        """Return the name of the full KV cache block at `index`, which is computed once."""
+        """Return the name of the full KV cache block at `index`; each name is computed once."""
         while len(self._block_hashes) <= index:
             self._block_hashes.append(self._make_block_hash(len(self._block_hashes)))
         return self._block_hashes[index]
 
     def media_block_hash(self, index: int) -> bytes:
-        """Return the name of a block for cross-attention, which depends on the media alone."""
+        """Return the name of a cross-attention block, which depends on the media alone."""
         # The number of positions is part of the name, because the last block may not be full.
         if self._media_hash is None:
             keys = [(self.get_encoder_key(i), 0) for i in range(len(self.mm_features))]
@@ -367,8 +365,8 @@ class SchedulerCounters:
     """Counters of what a scheduler has done for its requests since its start."""
 
     num_scheduled_tokens: int = 0
-    # Each completion that a client asks for is a request of its own here. Tokens of a prompt are
-    # counted with its first completion only, when the first token after them was sampled.
+    # Each completion that a client asks for is a separate request in the core. Prompt tokens are
+    # counted with the first completion only, when its first token was sampled.
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_sampled_tokens: int = 0
@@ -385,7 +383,7 @@ class SchedulerCounters:
         self.num_prefix_hits += request.num_cached_tokens or 0
 
     def add_token(self, request: Request) -> None:
-        """Count a new output token of a request, and with the first one the prompt tokens."""
+        """Count a new output token of a request, and with the first one its prompt tokens."""
         self.num_sampled_tokens += 1
         if request.num_output_tokens == 1 and request.core_request.completion_index == 0:
             self.num_prompt_tokens += request.num_prompt_tokens
@@ -393,7 +391,7 @@ class SchedulerCounters:
 
 
 def _is_token_read(request: EngineCoreRequest) -> bool:
-    """Return whether the host has to read each token to decide which may come next."""
+    """Return whether the host has to read each token before the next one can be sampled."""
     params, speech = request.sampling_params, request.sampling_params.speech
     return (
         params.has_penalties
@@ -406,7 +404,7 @@ def _is_token_read(request: EngineCoreRequest) -> bool:
 def hash_root(lora_id: str | None, cache_salt: str | None, *, is_long: bool = False) -> bytes:
     """Return the hash with which the chain of a request's KV cache block names begins.
 
-    Requests with different adapters or cache salts share no blocks, nor do long and shorter ones.
+    Requests with different adapters or cache salts share no blocks, nor do long and short requests.
     """
     variant = b"long" if is_long else b""
     return hashlib.sha256(_VERSION + _framed(lora_id) + _framed(cache_salt) + variant).digest()

@@ -7,18 +7,19 @@ Invariants:
   2. A step has at most max(max_num_batched_tokens, one unsplittable span) tokens.
   3. A request that was given work in a step is not preempted in that step.
   4. Requests are served in order, with four exceptions. Tokens are reserved for a media span that
-     did not fit into the last step. Requests of a client call beyond its share are passed over, and
-     so are those that are held. Long prompts let others pass (`core.long_prompts`).
+     did not fit into the last step. Requests of a client call beyond its share are passed over,
+     and so are held requests. Long prompts let other requests pass (`core.long_prompts`).
   5. The first running request is never preempted: all behind it can be preempted for it.
-  6. A step is empty only if all requests are held, wait for audio or for a request that does, or
-     wait for the step under way.
+  6. A step is empty only if each request is held, waits for audio or for a request that waits for
+     audio, or waits for the step under way.
   7. A step encodes at most one media item beyond the encoder budget. Later steps make up for it:
      they encode nothing while there is something else to do.
   8. A request that grows beyond `Limits.long_after` tokens is computed again from the start, once.
   9. A step may be planned while the one before it is under way; a request may be in both. The
-     worker computes one after the other, so the next step may get blocks that are still in use.
+     worker computes steps in order, so the next one may get blocks that are still in use.
  10. The results of a request that has ended, or was started again, are dropped.
- 11. A live request is never preempted: its audio is gone, so a seat and blocks are set aside.
+ 11. A live request (with audio that still arrives) is never preempted, because its audio is not
+     kept. So a seat and blocks are reserved for it.
 """
 
 from __future__ import annotations
@@ -74,9 +75,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in the order of service
         self.waiting = WaitingQueue()
-        self.held: dict[
-            str, Request
-        ] = {}  # by id; they are LOADING, and have no seat and no blocks
+        self.held: dict[str, Request] = {}  # by id; they are HELD, and have no seat and no blocks
         self.open_streams = OpenStreams(kv_cache, max_num_open=max(1, limits.max_num_seqs - 1))
         self.counters = SchedulerCounters()
         self._policy = policy
@@ -93,7 +92,7 @@ class Scheduler:
         self._num_runs = 0
         self._stopped: list[str] = []
         self._carryover = Carryover()
-        # The rank of the waiting request that found no room, and the releases until then.
+        # The rank of the waiting request that found no room, and the number of releases by then.
         self._blocked: tuple[Rank, int] | None = None
 
     # ---- requests come and go
@@ -126,7 +125,7 @@ class Scheduler:
             self.open_streams.add(request)
 
     def _enqueue(self, request: Request) -> None:
-        """Put a request that has no blocks into the queue, among the long prompts if it has one."""
+        """Put a request without blocks into the queue: among the long prompts if it has one."""
         if self._long_prompts.is_long(request, 0):
             hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
             if self._long_prompts.is_long(request, hit.num_tokens):
@@ -137,7 +136,7 @@ class Scheduler:
     def append_audio(
         self, request_id: str, num_positions: int, *, is_last: bool = False
     ) -> EngineCoreOutput | None:
-        """Let a request continue with more of its audio, and return its last output if it ends."""
+        """Add audio for `num_positions` to a request; return its last output if that ends it."""
         if (request := self.requests.get(request_id)) is None or not request.is_open:
             return None  # it has ended, or has all of its audio
         request.num_received += num_positions
@@ -173,7 +172,7 @@ class Scheduler:
         self.held[request_id] = request
 
     def release(self, request_id: str) -> None:
-        """Let a held request wait for its turn, in the order of its arrival."""
+        """Put a held request back into the queue, at the place of its arrival."""
         request = self.held.pop(request_id)
         request.status = RequestStatus.WAITING
         self.open_streams.hold_up_others = False  # this one may be able to run
@@ -188,7 +187,7 @@ class Scheduler:
     # ---- deciding a step
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Prefill and decode are not phases: it may have tokens of both."""
+        """Plan the next step, which may mix prefill and decode: they are not separate phases."""
         step = self._fill_step()
         while not step.scheduled and (
             step.is_short_of_blocks
@@ -196,8 +195,8 @@ class Scheduler:
             or (step.is_encoder_resting and not step.has_waiting)
             or self._long_prompts.is_limiting
         ):
-            # The step only preempted requests, or reserved tokens for a request that could not use
-            # them, or there is nothing to do but to encode, or to compute long prompts.
+            # The step is empty: it only preempted requests, or reserved tokens for a request that
+            # could not use them, or all that is left to do is to encode or to compute long prompts.
             is_idle = not step.is_short_of_blocks and not step.has_waiting
             if step.is_encoder_resting and is_idle:
                 self._carryover.end_rest()
@@ -231,7 +230,7 @@ class Scheduler:
 
     def _make_room_for_others(self) -> None:
         """Preempt requests of a client call that holds more than its share while others wait."""
-        # This comes first because a request that has work in a step is not preempted in it.
+        # This precedes filling the step: a request that has work in a step is not preempted in it.
         if not self.waiting:
             return
         entitled = self._long_prompts.get_entitled(self.waiting)
@@ -247,7 +246,7 @@ class Scheduler:
             self._preempt(request)
 
     def _make_room_for_audio(self) -> None:
-        """Preempt requests for a live one, which has a seat and blocks set aside."""
+        """Preempt requests until a waiting live request has its reserved seat and blocks."""
         first = self.waiting.first
         if first is None or not first.core_request.is_live:
             return
@@ -277,12 +276,12 @@ class Scheduler:
             return
         if request.is_stream and self.kv_cache.has_passed(request):
             if request.num_scheduled_tokens > request.num_computed_tokens:
-                step.has_waiting = True  # it is renumbered when the step under way has ended
+                step.has_waiting = True  # its tokens are renumbered after the step under way
                 return
             self.open_streams.drop_passed(request)
         start = request.num_scheduled_tokens
         if start % self.kv_cache.block_size and request.is_decoding and step.num_tokens_left:
-            # Most requests of most steps: one token more, for which there is a block.
+            # The usual case: one more token, for which the request already has a block.
             step.add_tokens(request, start + 1)
             return
         plan = self._plan(request, start, step)
@@ -299,7 +298,7 @@ class Scheduler:
             return False
         hit = self.kv_cache.find_prefix(request, self._get_max_cached_tokens(request))
         if self._long_prompts.is_long(request, hit.num_tokens) and request not in self.waiting.long:
-            # What was cached when it arrived has been evicted. It waits among the long ones.
+            # Blocks that were cached when it arrived have been evicted, so its prompt is long now.
             self.waiting.remove(request)
             self.waiting.long.add(request, request.num_tokens - hit.num_tokens)
             return True
@@ -317,7 +316,7 @@ class Scheduler:
         return True
 
     def _get_max_cached_tokens(self, request: Request) -> int:
-        # A prompt of an encoder-decoder model is short. Only what its media need is looked for.
+        # Prompts of encoder-decoder models are short: only the blocks of their media are reused.
         return 0 if self.limits.is_encoder_decoder else request.max_cached_tokens
 
     def _start(self, request: Request, num_cached_tokens: int, step: Step) -> None:
@@ -357,7 +356,7 @@ class Scheduler:
     ) -> BlockIds | None:
         while (block_ids := self.kv_cache.allocate(request, num_tokens)) is None:
             step.is_short_of_blocks = True
-            victim = self.running[-1]  # none behind `request` has work in this step
+            victim = self.running[-1]  # no request behind `request` has work in this step
             self._preempt(victim)
             if victim is request:
                 return None
@@ -432,12 +431,12 @@ class Scheduler:
     def fail_step(self, output: SchedulerOutput, reason: str) -> list[EngineCoreOutput]:
         """End all requests of a step that failed in the worker, and return their last outputs.
 
-        It is unknown how far the worker came. So the next plan lists again what to drop, and also
-        the encoder outputs of this step. It omits what the step after it, which may be planned
-        already, uses.
+        It is unknown which part of the step the worker has done. So the next plan lists again what
+        the worker has to drop, and also the encoder outputs of this step, except what a later step
+        uses that is planned already.
         """
         failed = [self._get_scheduled(scheduled) for scheduled in output.scheduled]
-        # The worker may not have renumbered the tokens of these.
+        # The worker may not have renumbered the tokens of these requests.
         failed += [self.requests.get(request_id) for request_id, _ in output.dropped_tokens]
         dropped = [*output.freed_encoder_keys]
         for scheduled in output.scheduled:
@@ -457,7 +456,7 @@ class Scheduler:
 
     def _get_scheduled(self, scheduled: ScheduledRequest) -> Request | None:
         """Return the request of an entry in a plan, or `None` if it ended or started again."""
-        # One that was preempted since has the same run until it starts again.
+        # A request that was preempted since then keeps its run number until it starts again.
         request = self.requests.get(scheduled.request_id)
         return request if request is not None and request.run == scheduled.run else None
 
@@ -500,8 +499,8 @@ class Scheduler:
         if end // self.kv_cache.block_size > start // self.kv_cache.block_size:
             self.kv_cache.commit(request)
         if self.limits.is_encoder_decoder:
-            # Its first step has stored all it needs of its items. If that computed nothing, because
-            # the only token of its prompt is late, it is repeated and stores them once more.
+            # A request's first step stores the keys and values of its media. If that step counts no
+            # token as computed, because the only prompt token is late, it is repeated.
             if not request.has_media and end > 0:
                 request.has_media = True
                 self.kv_cache.commit_media(request)

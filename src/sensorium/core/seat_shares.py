@@ -1,18 +1,18 @@
-"""Limits what a client call with many requests gets: half of the seats, a quarter of a step.
+"""Limits a client call with many requests to half of the seats, and in a step to a quarter of them.
 
-A client call may consist of many requests of the core, its prompts times their completions, which
-have the same `group`. While requests of other calls wait, one call holds at most half of all seats.
-Alone it may hold all of them, and gives the surplus back when others come. Larger steps take longer
-for all running requests: while others run, at most a quarter of all seats decode for one call in a
-step, in turns. No call gives way to others that are less urgent. This module only decides: the
+A client call makes one request in the core for each prompt and completion, with the same `group`.
+While requests of other calls wait, one call holds at most half of all seats. A call that is alone
+may hold all seats, and gives the surplus back when other calls arrive. Larger steps take longer for
+all running requests. So while other calls run, at most `max_num_seqs` / 4 requests of one call
+decode in a step, in turns. No call gives way to less urgent ones. This module only decides: the
 scheduler preempts and starts requests.
 
 Invariants:
   1. At most one call holds more than its share: two would need more seats than there are.
-  2. A call that holds less than its share is served in the order of ranks, as any other.
+  2. A call that holds less than its share is served in the order of ranks, like any other.
   3. A request that gave its seat back does not get one before the requests it made room for: its
-     call still holds its share, and they belong to calls that do not.
-  4. Of every call that runs, at least one request takes part in each step.
+     call still holds its full share, and they belong to calls that hold less.
+  4. At least one request of every running call takes part in each step.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class SeatShares:
     def get_next(self, waiting: Iterable[Request]) -> Request | None:
         """Return the waiting request that is to start next, or `None` if none waits.
 
-        Among the most urgent ones, this is the first of a call that holds less than its share, or
-        else the first of all. The time is proportional to the waiting requests that are passed
-        over.
+        Among the most urgent requests, this is the first one from a call that holds less than its
+        share, or else the first of all. The search takes time in proportion to the requests that
+        are passed over.
         """
         first = None
         for request in waiting:
@@ -88,10 +88,10 @@ class SeatShares:
     ) -> list[Request]:
         """Return the running requests that must give up their seats to other client calls.
 
-        They are the latest ones of the call that holds more than its share: one for each waiting
-        request of another call that is entitled to a seat and finds none.
+        They are the latest requests of the call that holds more than its share: one for each
+        waiting request of another call that is entitled to a seat and finds none.
         """
-        # `num_free` seats are free: 0 if the next waiting request lacks memory to start.
+        # `num_free` is 0, whatever seats are free, if the next waiting request lacks memory.
         if self._largest is None:
             return []
         num_over = self._num_held[self._largest] - self._share
@@ -105,8 +105,8 @@ class SeatShares:
     def get_resting(self, running: Sequence[Request]) -> set[str]:
         """Return the ids of the running requests that must sit out the next step.
 
-        The requests of a call with the fewest tokens take part, so that all advance at the same
-        rate. Requests that still compute their prompt never sit out.
+        Of each call, the requests with the fewest tokens take part, so that all of them advance at
+        the same rate. Requests that still compute their prompt never sit out.
         """
         if len(self._num_held) < 2:
             return set()

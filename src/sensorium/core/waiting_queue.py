@@ -1,7 +1,7 @@
 """Keeps the waiting requests in the order of service, with the long prompts in a separate queue.
 
-Only keeps: `core.long_prompts` decides which long prompt may start. All changes are logarithmic in
-the number of requests, except for moving pointers.
+`core.long_prompts` decides which long prompt may start. All changes take logarithmic time in the
+number of requests, except for moving pointers in lists.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WaitingQueue:
         return self._short[0] if self._short else None
 
     def iterate_with(self, long_request: Request | None) -> Iterator[Request]:
-        """Return all requests in the order of service, with at most one of the long prompts."""
+        """Return the requests in the order of service: of the long prompts, only the given one."""
         if long_request is None:
             return iter(self._short)
         return merge(self._short, (long_request,), key=_rank_of)

@@ -1,6 +1,6 @@
-"""Decides how many tokens of a request fit into a step, given its media.
+"""Decides which tokens of a request fit into a step (its window), given its media.
 
-Only plans: the scheduler carries the plans out.
+This module only plans: the scheduler carries the plans out.
 
 Invariants:
   1. Planning changes neither the request nor the caches.
@@ -48,12 +48,12 @@ class Step:
     num_reserved_tokens: int = 0
     num_tokens: int = 0
     num_encoder_embeds: int = 0
-    # An earlier request waits for encoder space, so that later ones may not take it.
+    # An earlier request waits for space in the encoder cache, so later ones may not take any.
     is_encoder_closed: bool = False
     # Nothing is encoded in this step, because an earlier one encoded more than its budget.
     is_encoder_resting: bool = False
     is_short_of_blocks: bool = False
-    # A running request has no place in this step, because its last token is not known yet.
+    # A running request is left out of this step, because its last token is not known yet.
     has_waiting: bool = False
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     started: list[StartedRequest] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Step:
         dropped_tokens: tuple[tuple[str, int], ...],
         freed_encoder_keys: tuple[str, ...],
     ) -> SchedulerOutput:
-        """Return the plan of this step for the worker, with what it has to drop."""
+        """Return the plan of this step for the worker, including what the worker has to drop."""
         return SchedulerOutput(
             scheduled=tuple(self.scheduled.values()),
             started=tuple(self.started),
@@ -121,7 +121,7 @@ class WindowPlan:
     start: int
     end: int
     shortage: Shortage  # why the window is shorter than the rest of the request
-    # Indices of the media items with encoder outputs that the window needs; none if it is empty.
+    # Indices of the media items that the window needs; all three are empty if the window is.
     to_encode: tuple[int, ...] = ()  # items that this window encodes
     to_share: tuple[int, ...] = ()  # items with an encoder output in the cache
     duplicates: tuple[int, ...] = ()  # items equal to one that this window encodes
@@ -132,7 +132,7 @@ class WindowPlan:
 
 
 class Carryover:
-    """What a step leaves to the next: a media span that did not fit, and encoders that rest."""
+    """The state between steps: a media span that did not fit, and encoding beyond the budget."""
 
     def __init__(self) -> None:
         # The request with a media span that did not fit into the last step, and its size in tokens.
@@ -141,7 +141,7 @@ class Carryover:
         self._encoder_debt = 0
 
     def begin(self, limits: Limits, can_go_on: Callable[[str], bool]) -> Step:
-        """Return a new step, in which tokens are reserved for the span that did not fit."""
+        """Return a new step, with tokens reserved for the span that did not fit, if it can run."""
         step = Step(
             max_num_tokens=limits.max_num_batched_tokens,
             is_encoder_resting=self._encoder_debt > 0,
@@ -153,7 +153,7 @@ class Carryover:
         return step
 
     def take_deferred(self, step: Step) -> None:
-        """Remember the span that did not fit. One keeps its turn while the encoders rest."""
+        """Remember the span that did not fit; while the encoders rest, an earlier one stays."""
         kept = self._deferred if step.is_encoder_resting else None
         self._deferred = kept or step.deferred
 
@@ -176,10 +176,11 @@ class WindowPlanner:
     def get_plan(self, request: Request, start: int, step: Step, most: int) -> WindowPlan:
         """Return a plan for the tokens of a request from `start` on that fit into a step.
 
-        It has at most `most` tokens, or else one unsplittable span, and is empty if none fit.
+        The plan has at most `most` tokens, or one longer unsplittable span. It is empty if no token
+        fits.
         """
-        # A request that dropped tokens and is computed again has more of them than the model takes
-        # at once. They are dropped again before it continues.
+        # A request that is computed again, after it dropped tokens, may have more of them than the
+        # model takes at once. They are dropped again before it continues.
         ready = min(request.num_ready_tokens, self._limits.max_model_len)
         last = min(ready, start + step.num_tokens_left)
         end = min(last, start + most)
@@ -203,7 +204,7 @@ class WindowPlanner:
         )
 
     def get_missing_items(self, request: Request, start: int) -> list[int]:
-        """Return the media items that tokens from `start` on need and the cache does not have."""
+        """Return the media items that prompt tokens from `start` on need, but the cache lacks."""
         features, is_outside_prompt = request.mm_features, self._limits.is_encoder_decoder
         end = request.num_prompt_tokens
         first, last = get_mm_features_in_window(
@@ -213,9 +214,9 @@ class WindowPlanner:
         return [i for i in range(first, last) if request.get_encoder_key(i) not in cache]
 
     def _get_end_outside_span(self, request: Request, start: int, end: int, last: float) -> int:
-        """Return `end`, moved to the start of the unsplittable span that it would split.
+        """Return `end`, or the start of the unsplittable span that it would split.
 
-        If the window would be empty then, it moves to the span's end, if not beyond `last`.
+        If that leaves the window empty, return the span's end, or `start` if that is past `last`.
         """
         span = request.get_split_span(end)
         if span is None:

@@ -1,3 +1,3 @@
-"""Provides the model that comes with the package, and samples to demonstrate it."""
+"""The model that comes with the package, and sample media to demonstrate it."""
 
 EMBEDDED_MODEL = "sensorium-mini"  # its name in every option that takes a model

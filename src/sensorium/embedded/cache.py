@@ -1,13 +1,13 @@
 """Expands the embedded model into a folder of the user's cache, and finds it there.
 
-The packed folder in the package has the small files of a checkpoint unchanged, its tensors in
-safetensors files, and `manifest.json`. A tensor `NAME` of int8 has a companion `NAME.int8_scale` in
-float32, which has one factor for each entry of the tensor's first dimension. All other tensors are
-unchanged.
+The package has the model in a packed form (8-bit weights), as a folder with the small files of a
+checkpoint unchanged, its tensors in safetensors files, and `manifest.json`. A tensor `NAME` of int8
+has a companion `NAME.int8_scale` in float32, with one factor for each entry of the tensor's first
+dimension. All other tensors are unchanged.
 
 Invariants:
   1. A folder that is returned was compared with the manifest, byte for byte.
-  2. A folder gets its name when it is complete. The process that makes it holds the lock.
+  2. A folder gets its final name when it is complete. The process that makes it holds the lock.
   3. A complete folder is never changed again, because other processes may be reading it.
   4. The bytes of the expanded checkpoint are the same on every machine: the product of an 8-bit
      integer and a float32 is rounded once, and the file is written here, not by a library that may
@@ -53,8 +53,8 @@ _ALIGNMENT = 8  # the header's length is a multiple of it, as in the safetensors
 def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
     """Return the folder of the embedded model as a standard checkpoint, and create it if needed.
 
-    It is in the user's cache folder or, if that can't be written to, in a temporary folder that
-    only this user can access. Raise `ModelError` if neither can be used, or if the disk is full.
+    The folder is in the user's cache folder or, if that can't be written to, in a temporary folder
+    that only this user can access. Raise `ModelError` if neither can be used, or the disk is full.
     """
     manifest = read_manifest(packed)
     cache = _get_cache_folder()
@@ -76,9 +76,9 @@ def find_embedded_model(packed: Path = PACKED_MODEL) -> Path:
 
 
 def _get_cache_folder() -> Path:
-    """Return the folder for files of this user: `SENSORIUM_CACHE_DIR`, or one in the XDG cache.
+    """Return the user's cache folder: `SENSORIUM_CACHE_DIR`, or one in the XDG cache folder.
 
-    The path is not absolute if it begins with the user's home folder and that can't be found, for
+    The path is not absolute if it depends on the user's home folder and that can't be found, for
     example for a user without an account.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
@@ -133,10 +133,7 @@ def _find_below(cache: Path, packed: Path, manifest: Manifest) -> Path:
 
 
 def _make(target: Path, packed: Path, manifest: Manifest) -> None:
-    """Create the folder of the expanded model at `target`, and remove what exists there.
-
-    What exists there is damaged, or was left by a process that was killed.
-    """
+    """Create the folder of the expanded model at `target`, in place of a damaged one."""
     part = target.with_name(f".{target.name}.part")
     for leftover in (part, target):
         if leftover.is_dir() and not leftover.is_symlink():
@@ -154,10 +151,10 @@ def _make(target: Path, packed: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path`, created if needed, inside a `with`.
+    """Hold an exclusive lock on the file `path`, created if needed, during the `with` block.
 
-    The system releases the lock when the process ends in any way. Raise `OSError` if `path` is a
-    symbolic link.
+    The system releases the lock if the process is killed. Raise `OSError` if `path` is a symbolic
+    link.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -199,8 +196,8 @@ def read_manifest(packed: Path) -> Manifest:
 def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
     """Return whether a folder contains exactly the given files, each with its SHA-256.
 
-    The result is False if a file can't be read, or if the folder contains anything else, because
-    that might be read as a part of the checkpoint.
+    The result is False if a file can't be read, or if the folder contains any other file, because
+    that could be taken for a part of the checkpoint.
     """
     try:
         paths = list(folder.iterdir())
@@ -213,10 +210,10 @@ def is_whole(folder: Path, digests: Mapping[str, str]) -> bool:
 
 
 def expand(packed: Path, destination: Path, manifest: Manifest) -> None:
-    """Write the expanded checkpoint of a packed model into an empty folder that exists.
+    """Write the expanded checkpoint of a packed model into the existing, empty `destination`.
 
-    Raise `ModelError` if a packed file or a file that was written does not match the manifest. An
-    `OSError` is always about the destination, for example a full disk.
+    Raise `ModelError` if a packed file or a file that was written does not match the manifest, and
+    `OSError` only for problems with the destination, for example a full disk.
     """
     tensors: dict[str, npt.NDArray[Any]] = {}
     for name, digest in manifest.packed.items():
@@ -262,7 +259,7 @@ def write_weights(tensors: Mapping[str, npt.NDArray[Any]], path: Path) -> None:
 def _scale(
     integers: npt.NDArray[np.int8], scale: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Return 8-bit integers as float32, with each entry of the first dimension times its factor."""
+    """Return 8-bit integers as float32, each entry of the first dimension times its factor."""
     rows = integers.reshape(len(scale), -1).astype("<f4")
     rows *= scale[:, None]
     return rows.reshape(integers.shape)

@@ -30,7 +30,7 @@ class DemoSample:
 
     title: str
     files: tuple[str, ...]  # names in `MEDIA_FOLDER`
-    questions: tuple[str, str]  # an empty question is spoken in one of the audio files
+    questions: tuple[str, str]  # an empty question: it is spoken in one of the audio files
 
     @property
     def media(self) -> tuple[SampleMedia, ...]:

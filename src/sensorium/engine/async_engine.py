@@ -69,7 +69,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """The numbers of a frontend's requests that have not ended."""
+    """The number of unfinished requests of a frontend, by state."""
 
     num_preparing: int  # requests that are not sent to the core yet
     num_running: int
@@ -91,7 +91,7 @@ class AsyncEngine:
         chat_template: str | None = None,
     ) -> None:
         self.info: CoreInfo | None = None
-        self.is_stalled = False  # whether the core is connected and makes no progress
+        self.is_stalled = False  # whether the core is connected but makes no progress
         self._inputs = inputs
         self._caches = media_parts.caches
         self._sender = media_parts.caches.sender
@@ -113,7 +113,7 @@ class AsyncEngine:
 
     @property
     def is_connected(self) -> bool:
-        """Return whether a core is connected, or none is needed (`run_alone`)."""
+        """Return whether a core is connected, or no core is needed (`run_alone`)."""
         return self._client is not None or self._is_alone
 
     @property
@@ -136,7 +136,7 @@ class AsyncEngine:
         return self._inputs.defaults.eos_token_ids
 
     async def connect(self, info: CoreInfo) -> None:
-        """Connect to a core. The requests of an earlier one that is still connected fail first."""
+        """Connect to a core. If an earlier core is still connected, its requests fail first."""
         self.disconnect("the engine was replaced by a new one: send the request again")
         self._take_info(info)
         self._client = CoreClient(
@@ -155,9 +155,9 @@ class AsyncEngine:
     async def rehearse(self, dummies: Sequence[Dummy]) -> None:
         """Let the core compute dummy requests, so that the first requests find the model warm.
 
-        They leave no trace, here or in the core. A modality is switched off if its dummy fails in
-        the model. Nothing more is computed if the core is lost. Raise a `ModelError` if not even
-        text can be computed.
+        The dummy requests change no cache or counter, here or in the core. A modality is switched
+        off if its dummy fails in the model. Nothing more is computed if the core is lost. Raise a
+        `ModelError` if not even text can be computed.
         """
         started, subjects = time.monotonic(), []
         for dummy in dummies:
@@ -180,7 +180,7 @@ class AsyncEngine:
             logger.info("Model warmup completed in %.3fs (%s)", elapsed_s, ", ".join(subjects))
 
     def run_alone(self, info: CoreInfo) -> None:
-        """Render requests without a core; `info` has what a core would have sent."""
+        """Make this frontend render requests without a core; `info` has what a core would send."""
         self._take_info(info)
         self._is_alone = True
 
@@ -220,7 +220,7 @@ class AsyncEngine:
     ) -> RequestOutput:
         """Run one request, and return its whole output under the caller's `request_id`.
 
-        `group` is that of `stream`. If the caller's task is cancelled, the request is aborted.
+        `group` is explained at `stream`. If the caller's task is cancelled, the request is aborted.
         Raise the request's error if it fails.
         """
         async with self._run(prompt, params, is_streamed=False, group=group) as (_, reader):
@@ -242,9 +242,9 @@ class AsyncEngine:
 
         A delta has everything that was generated since the caller took the previous one. `group` is
         an id that all prompts of one client request share; None means that there is only one.
-        Closing the generator aborts the request. Raise the request's error if it fails. With
-        `may_repeat` the caller has passed nothing on, and the answer may begin anew; an engine with
-        one core never does that.
+        Closing the generator aborts the request. Raise the request's error if it fails.
+        `may_repeat` says that the caller has passed no delta on, so that the answer may begin anew
+        after some deltas; an engine with one core never does that.
         """
         async with self._run(prompt, params, is_streamed=True, group=group) as (core_id, reader):
             async for delta in self._read_deltas(core_id, reader, request_id):
@@ -270,7 +270,8 @@ class AsyncEngine:
     ) -> AudioRequest:
         """Start a request for streaming audio, and return it when the core has accepted it.
 
-        The text is `delay_ms` behind the audio. The caller has to close the request.
+        The text is `delay_ms` behind the audio (`None`: the model's own delay). The caller has to
+        close the request.
         """
         self._get_client()
         core_id = f"{self._identity}.{next(self._ids)}"
@@ -307,10 +308,11 @@ class AsyncEngine:
         request_id: str,
         needs_tensors: bool = True,
     ) -> AsyncIterator[ProcessedRequest]:
-        """Turn a prompt into a request without running it, and yield it until the block ends.
+        """Turn a prompt into a request without running it, and yield the request.
 
-        Then its media items are released. Neither the core nor the media cache that it shares with
-        this frontend is used. Without `needs_tensors`, items may come without processed tensors.
+        When the block ends, its media items are released. Neither the core nor the media cache that
+        the core shares with this frontend is used. Without `needs_tensors`, items may come without
+        processed tensors.
         """
         prepared = await self._preparation.prepare(
             request_id, prompt, params, skip_mm_cache=True, needs_tensors=needs_tensors
@@ -350,7 +352,7 @@ class AsyncEngine:
     ) -> AsyncIterator[tuple[str, _Reader]]:
         """Start a request, yield its id in the core and its `_Reader`, and abort it at the end.
 
-        If the core refuses the request, the reader has the error, and none is raised here.
+        If the core refuses the request, the error is in the reader, and is not raised here.
         """
         self._get_client()
         request_id = f"{self._identity}.{next(self._ids)}"

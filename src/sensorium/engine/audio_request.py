@@ -1,4 +1,4 @@
-"""A request for streaming audio, for the caller of an engine."""
+"""The caller's side of a request for streaming audio: it adds samples and reads the text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class SendFeatures(Protocol):
-    """A function that sends features to the core, if there are any."""
+    """A function that sends features to the core; `None` if only the end of the audio is sent."""
 
     def __call__(self, features: torch.Tensor | None, is_last: bool) -> None: ...
 
 
 class AudioRequest:
-    """A request that takes audio part by part and returns text meanwhile, on one event loop."""
+    """A request that takes audio part by part, and returns text meanwhile, on one event loop."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class AudioRequest:
         self.deltas = deltas  # of the text; the last one has `final` set
 
     def append(self, samples: Samples) -> int:
-        """Add samples, and return for how many positions there are new features."""
+        """Add samples, send the new features, and return how many positions these take."""
         features = self._stream.append(samples)
         if features is None:
             return 0
@@ -46,7 +46,7 @@ class AudioRequest:
         return self._stream.count_positions(features)
 
     def end(self) -> int:
-        """End the audio, and return the number of its last positions. The last text follows."""
+        """End the audio, and return how many positions its last features take. Text follows."""
         if self._is_ended:
             return 0
         self._is_ended = True

@@ -1,22 +1,21 @@
 """The life of a request in a frontend, without I/O.
 
-A `RequestDriver` follows each request from its start to its end: it splits it into `n` completions,
-decides what is sent to the core and what is sent again, and turns the core's outputs into text. It
-never sends anything and never waits. It returns what has to be done: completions that the core must
-abort, outputs for callers, and deliveries.
+A `RequestDriver` follows each request from its start to its end: it splits the request into `n`
+completions, decides what is sent to the core and what is sent again, and turns the core's outputs
+into text. The driver never sends anything and never waits. It returns what the engine has to do:
+completions that the core must abort, outputs for callers, and deliveries.
 
-A `Delivery` is a generator that sends completions to the core. It yields one step after the other.
-The engine performs each step and sends its result back into the generator: `LLM` at once,
-`AsyncEngine` in a task.
+A `Delivery` is a generator of the steps that send completions to the core. The engine performs each
+step and sends its result back into the generator: `LLM` at once, `AsyncEngine` in a task.
 
 The core may lack an item that the frontend expects it to have, because it was restarted or lost the
-item. It answers with the missing hashes, and a delivery sends the request again: with tensors that
-the frontend still has, or with an item that was processed again. A caller notices a slower answer
-and no error, unless the caller itself left out the media.
+item. The core answers with the missing hashes, and a delivery sends the request again: with tensors
+that the frontend still has, or with an item that was processed again. The caller gets a slower
+answer and no error, unless it left out the media itself.
 
 Invariants:
   1. Handles of media are released exactly once: when the core has taken all completions of their
-     request, or when it never will. For this, a delivery must be closed if it is not finished.
+     request, or when it never will. For this, a delivery that is not finished must be closed.
   2. A transfer is made right before it is sent, so that transfers arrive in the order of the cache
      operations that they describe.
   3. A request that was started ends exactly once: with an output, a failure or an abort.
@@ -48,9 +47,9 @@ _MAX_ATTEMPTS = 4  # how often one completion is sent before a core that keeps l
 class Send:
     """A step that sends one completion of a request to the core.
 
-    Its result is `None` if the core accepted the completion, and a `MissingItems` if the core lacks
-    media items and did not. Then the engine must call `handle_missing` of the sender cache before
-    it resumes the delivery.
+    Its result is `None` if the core accepted the completion, and a `MissingItems` if it did not,
+    because it lacks media items. Then the engine must call `handle_missing` of the sender cache
+    before it resumes the delivery.
     """
 
     request: EngineCoreRequest
@@ -70,7 +69,7 @@ _BEGIN: Any = None  # what a delivery yields before its first step; `_begin` tak
 
 
 def advance(delivery: Delivery, answer: object = None) -> Step | None:
-    """Resume a delivery with its last step's result; return its next step, `None` at the end."""
+    """Resume a delivery with its last step's result; return its next step, or `None` at the end."""
     try:
         return delivery.send(answer)
     except StopIteration:
@@ -102,8 +101,8 @@ class RequestDriver:
     ) -> Delivery:
         """Register a request, and return a delivery that sends its first completion to the core.
 
-        `group` is that of `AsyncEngine.stream`. If the request can't be registered, its media items
-        are released and the error is raised.
+        `group` is explained at `AsyncEngine.stream`. If the request can't be registered, its media
+        items are released and the error is raised.
         """
         processed = prepared.processed
         request, items = replace(processed.request, group=group), processed.items
@@ -157,9 +156,9 @@ class RequestDriver:
     ) -> Delivery:
         """Yield the steps that send these completions of a request to the core.
 
-        `stages` (in seconds) is given for the first completion only; then the driver also records
-        how each media item was sent. At the end the media items are released, unless `is_kept`:
-        then completions that start later need them.
+        `stages`, the seconds of each stage of the preparation, is given only for the first
+        completion; then the driver also records how each media item was sent. At the end the media
+        items are released, unless `is_kept`: completions that start later still need them.
         """
         try:
             yield _BEGIN
@@ -176,11 +175,11 @@ class RequestDriver:
         items: Sequence[CachedItem],
         stages: ItemTimes | None,
     ) -> Delivery:
-        current = list(items)  # items are replaced in it if they are processed again
+        current = list(items)  # items that are processed again replace the old ones here
         try:
             for _ in range(_MAX_ATTEMPTS):
                 if not self.outputs.has_request(request_id):
-                    return  # it ended or failed meanwhile, and its items may be released already
+                    return  # the request ended or failed, so its items may be released already
                 make_transfer = partial(self._make_transfer, request_id, items, current, stages)
                 missing = yield Send(child, make_transfer)
                 if missing is None:
@@ -239,7 +238,7 @@ def _release(sender: SenderCache, items: Sequence[CachedItem]) -> None:
 def _make_reports(
     items: Sequence[CachedItem], sent: Sequence[CachedItem], transfer: Transfer
 ) -> tuple[MediaItemReport, ...]:
-    """Return one report per item: whether it was a hit at first, and how it was sent in the end."""
+    """Return one report per item: whether it was cached at first, and how it was sent at last."""
     return tuple(
         MediaItemReport(
             modality=item.handle.modality,

@@ -1,4 +1,4 @@
-"""How a call of `LLM` with several entries treats those that fail: the others are finished."""
+"""Errors of single entries in a call of `LLM`: the other entries are finished all the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_failure(error: Exception, name: str) -> RequestError:
-    """Return the error with which one entry, such as "prompt 3", fails. A bug is logged."""
+    """Return the `RequestError` of an entry that failed, named like "prompt 3". A bug is logged."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, CapacityError):

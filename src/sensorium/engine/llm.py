@@ -202,9 +202,9 @@ class LLM:
     ) -> list[Transcript]:
         """Transcribe one audio item or a list of them, and return the transcripts.
 
-        An item is the path of a file, an address, the bytes of a file, or a pair of samples and
-        their rate. It may have any length. The items of one call are computed together. `options`
-        are those of `sensorium.speech.options.SpeechOptions`. Errors are handled as in `generate`.
+        An item is the path of a file, a URL, the bytes of a file, or a pair of samples and their
+        rate. It may have any length. The items of one call are computed together. `options` are
+        those of `sensorium.speech.options.SpeechOptions`. Errors are handled as in `generate`.
         """
         with closing(self.stream_transcripts(audios, **options)) as deltas:
             results = finish_transcripts(deltas, use_tqdm=use_tqdm)
@@ -215,12 +215,12 @@ class LLM:
     def stream_transcripts(
         self, audios: Any, **options: Unpack[TranscribeKwargs]
     ) -> Generator[TranscriptDelta, None, None]:
-        """Yield the parts of the transcripts of one audio item or a list when they are final.
+        """Transcribe one audio item or a list of them, and yield each part as soon as it is final.
 
         The arguments are those of `transcribe`. The last delta of each item has its whole
-        transcript as `final`; if the item failed, that has an `error`, and the others continue.
-        Raise a `RequestError` at once if the model can't transcribe, or not with these options.
-        Closing the generator aborts the transcripts that have not ended.
+        transcript as `final`; if an item failed, its `final` has an `error`, and the other items
+        continue. Raise a `RequestError` at once if the model can't transcribe, or can't follow
+        these options. Closing the generator aborts the transcripts that have not ended.
         """
         self._check_open()
         if self._speech is None:
@@ -286,7 +286,7 @@ class LLM:
         )
 
     def _start(self, prepared: Prepared, *, is_streamed: bool = False) -> str:
-        """Start a prepared request and return its id. If the core refuses it, nothing is kept."""
+        """Start a prepared request and return its id; keep nothing of it if the core refuses it."""
         request_id = prepared.processed.request.request_id
         try:
             self._carry_out(self._driver.start(prepared, is_streamed=is_streamed))
@@ -332,7 +332,7 @@ class LLM:
         self._step()
 
     def _finish_streams(self, request_ids: Collection[str]) -> list[RequestOutput]:
-        """Return the outputs of the streamed requests that ended; compute a step if none has."""
+        """Return the outputs of streamed requests that ended; if none has, first compute a step."""
         outputs = self._driver.outputs
         finished = outputs.take_finals(request_ids)
         if not finished:
@@ -364,9 +364,9 @@ class _Preparing:
 class _Batch:
     """All prompts of one call of `LLM.generate` or `LLM.chat`, with their outputs.
 
-    Only some are started at a time, so that media is not processed long before it is needed. If
-    media is processed in a pool of processes, an equal number of threads prepares prompts while the
-    engine computes. Otherwise each prompt is prepared right before it is started.
+    Only some of the prompts are started at a time, so that media is not processed long before it is
+    needed. If media is processed in a pool of processes, an equal number of threads prepares
+    prompts while the engine computes. Otherwise each prompt is prepared right before it is started.
     """
 
     def __init__(

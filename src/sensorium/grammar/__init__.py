@@ -1,1 +1,1 @@
-"""Compiles grammars and follows them token by token; no other package imports llguidance."""
+"""Compiles grammars and checks answers token by token; only this package imports llguidance."""

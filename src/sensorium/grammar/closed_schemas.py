@@ -1,12 +1,12 @@
-"""Closes the objects of a JSON schema: keys that it does not declare are not allowed.
+"""Closes the objects in a JSON schema: keys that the schema does not declare are not allowed.
 
 JSON Schema allows every key that a schema does not mention. Users of other servers expect the
 opposite, and a model that may invent keys often never stops. So an object with declared keys gets
 `additionalProperties: false`, unless the schema itself has a rule for other keys.
 
 A schema can declare the keys of one object in several places (`allOf`, or `anyOf` next to
-`properties`). Such an object is closed once, where these places come together, over all the keys
-that any of them declares.
+`properties`). Such an object is closed only at the outermost of these places, and allows the keys
+that any of the places declares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def close_objects(root: Schema) -> Schema:
 
 
 def resolve_reference(root: Schema, reference: str) -> Schema | None:
-    """Return the part of `root` that a `$ref` such as "#/$defs/name" points to, or else None."""
+    """Return the part of `root` that a `$ref` such as "#/$defs/name" points to; None if absent."""
     if not reference.startswith("#"):
         return None
     found: Any = root
@@ -52,8 +52,8 @@ class _Closing:
         """Return a copy of a schema in which undeclared keys are forbidden in objects.
 
         With `is_part`, the schema is a branch of another schema (of its `allOf`, say) and describes
-        the same object. Then the outer schema closes that object, and only those inside it are
-        closed here.
+        the same object. Then the outer schema closes that object, and only the objects inside it
+        are closed here.
         """
         if not isinstance(schema, Mapping):
             return schema
@@ -84,8 +84,8 @@ class _Closing:
     def _collect_names(self, schema: Mapping[str, Any]) -> list[str] | None:
         """Return the keys that an object may have, or `None` if it must not be closed.
 
-        It is not closed if the schema declares no keys, or if it or a branch of it has a rule of
-        its own for other keys.
+        An object is not closed if its schema declares no keys, or if the schema or one of its
+        branches has a rule of its own for other keys.
         """
         if any(key in schema for key in _OWN_RULES) or not _has_keys(schema):
             return None
@@ -150,7 +150,7 @@ def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _move_reference(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Move a schema's `$ref` into `allOf` if it also declares keys, so that both close together."""
+    """Move a schema's `$ref` into `allOf` if the schema also declares keys of the same object."""
     if not isinstance(schema.get("$ref"), str) or not _has_keys(schema):
         return schema
     rest = {key: value for key, value in schema.items() if key != "$ref"}

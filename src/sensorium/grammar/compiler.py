@@ -1,7 +1,7 @@
-"""Compiles grammars for frontends and the core, so that both make the same checks.
+"""Compiles grammars for frontends, which only check them, and for the core, which uses them.
 
 Owns the tokenizer of llguidance, which is made for the first grammar, and a cache of the latest
-results, refused grammars included. Any number of threads may use a compiler.
+results, which includes refused grammars. Any number of threads may use a compiler.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Words = npt.NDArray[np.int64]  # bit i of word w is set if token 64 * w + i may 
 
 
 class Matcher:
-    """The state of one answer within its grammar: which tokens may come next.
+    """The state of one answer in its grammar, which decides which tokens may come next.
 
     Only one thread at a time may use a matcher.
     """
@@ -53,7 +53,7 @@ class Matcher:
 
     @property
     def error(self) -> str | None:
-        """The reason why this matcher has failed and can't be used again, or else `None`."""
+        """The reason why this matcher has failed and can't be used again; `None` if it has not."""
         if not self._matcher.is_error():
             return None
         reason = self._matcher.get_error().replace("<non-verbose/>", "")
@@ -61,7 +61,7 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is complete, so that the grammar allows nothing but its end."""
+        """Whether the answer is complete, so that the grammar allows no further text."""
         return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
 
     def consume(self, token_ids: Sequence[int]) -> None:
@@ -69,7 +69,7 @@ class Matcher:
         self._matcher.consume_tokens(list(token_ids))
 
     def fill_mask(self, words: Words) -> None:
-        """Overwrite the bit mask `words` with the tokens that may come next; release the GIL."""
+        """Overwrite the bit mask `words` with the tokens that may come next, without the GIL."""
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
 
@@ -154,7 +154,8 @@ class GrammarCompiler:
     def _try(self, matcher: Matcher) -> str | None:
         """Return why a grammar can't be used, or `None` if it can.
 
-        As a test, the mask of the first token is computed, and a token consumed that is no end.
+        As a test, this computes the mask for the first token, and consumes an allowed token that
+        does not end the answer.
         """
         mask = self.make_mask()
         matcher.fill_mask(mask)

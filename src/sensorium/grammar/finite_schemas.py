@@ -1,8 +1,8 @@
 """Narrows a JSON schema to answers of bounded length, so that every answer ends.
 
 A small model that may write a string, a list or a number of any length often never ends it. The
-narrowed schema allows only answers that the original allows, without the longest ones. A limit that
-the schema itself sets is kept.
+narrowed schema allows the answers of the original schema, except the longest ones. Limits that the
+schema itself sets are kept.
 
 Limits are set for strings, the digits of numbers, the entries of lists and of objects with free
 keys, and how often a definition may contain itself. Strings with a pattern or a format get a higher
@@ -38,7 +38,7 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def make_finite(root: Schema, max_string_length: int) -> Schema:
-    """Return a narrowed schema, with strings of at most `max_string_length` characters.
+    """Return a narrowed schema, in which `max_string_length` is the default limit for strings.
 
     Raise `RecursionError` if the schema is nested too deeply.
     """
@@ -57,8 +57,8 @@ class _Narrowing:
     def __init__(self, root: Schema, max_string_length: int) -> None:
         self._root = root
         self._max_string_length = max_string_length
-        # The most entries of a list at depth 0, at depth 1, and deeper. They shrink with the limit
-        # of strings.
+        # The most entries of a list or an object with free keys at depth 0, at depth 1, and deeper.
+        # They depend on the limit for strings.
         self._max_entries = (max(1, max_string_length // 8), max(1, max_string_length // 16), 1)
         self._recursive = _find_recursive(root)
         self.definitions: dict[str, Schema] = {}  # name -> narrowed schema

@@ -1,4 +1,4 @@
-"""Converts a model's tokenizer into that of llguidance, which has the bytes of every token."""
+"""Converts a model's tokenizer into one of llguidance, which has the bytes of every token."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def make_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]
     """Return the llguidance form of a fast tokenizer of Transformers, or of a mistral-common one.
 
     Masks get a bit for each of the model's `vocab_size` logits, or for each token if there are more
-    tokens than logits. llguidance needs a token that ends an answer: without `eos_token_ids`, it is
-    one of the special tokens. Raise `RequestError` for any other tokenizer.
+    tokens than logits. llguidance needs a token that ends an answer: without `eos_token_ids`, one
+    of the special tokens is used. Raise `RequestError` for any other kind of tokenizer.
     """
     try:
         if getattr(tokenizer, "is_fast", False):

@@ -59,9 +59,9 @@ def make_grammar_after(
 ) -> StructuredOutputsParams:
     """Return a grammar of free text that ends with `end_tag`, and then the grammar of `params`.
 
-    It is for prompts that end inside a model's reasoning: the model first completes the reasoning,
-    and the answer after it is constrained. Whitespace may stand between both. `token_id` is that of
-    the tag, or `None` if the tag is plain text and no special token.
+    It is for prompts that end inside a model's reasoning: the model first completes the reasoning
+    up to `end_tag`, and only the answer after the tag is constrained. Whitespace may precede the
+    answer. `token_id` is the tag's, or `None` if the tag is plain text and no special token.
     """
     free = "reasoning" if token_id is None else f"/(.|\\n)*/ <[{token_id}]>"
     rules = [f"start: {free} /[ \\t\\r\\n]{{0,8}}/ answer"]
@@ -72,7 +72,7 @@ def make_grammar_after(
 
 
 def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """Return a constraint in the form in which it may stand on the right side of a Lark rule."""
+    """Return a constraint as an expression for the right side of a Lark rule."""
     if params.kind in ("json", "json_object"):
         return f"%json {_get_schema(params, max_string_length)}"
     if params.kind == "regex":
@@ -81,7 +81,7 @@ def _embed(params: StructuredOutputsParams, max_string_length: int | None) -> st
 
 
 def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) -> str:
-    """Return the JSON schema of a constraint as text for llguidance, prepared and checked.
+    """Return the JSON schema of a constraint as text for llguidance, checked and made stricter.
 
     The whitespace in an answer is limited, unless the schema has its own rules for it in
     "x-guidance". Raise `RequestError` if the text is not a JSON schema.
@@ -112,7 +112,7 @@ def _get_schema(params: StructuredOutputsParams, max_string_length: int | None) 
 def _check_patterns(schema: object) -> None:
     """Raise a `RequestError` if the regular expressions in a JSON schema are too long in all.
 
-    They are as costly as a constraint that is a regular expression, so they have the same limit.
+    They cost as much as a `regex` constraint of the same length, so they have the same limit.
     """
     waiting, num_characters = [schema], 0
     while waiting:

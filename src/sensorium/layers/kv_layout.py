@@ -150,7 +150,7 @@ def plan_cross_cache(
 def _num_equal_blocks(sizes: Sequence[int], bounds: Sequence[int | None], memory_bytes: int) -> int:
     """Return the largest n for which min(n, bound) blocks of every group fit into the memory."""
 
-    # Each group has the bytes of one of its blocks, and the most blocks that it needs, or None.
+    # For each group: the bytes of one block, and the most blocks that it needs (None: no bound).
     def get_num_bytes(num_blocks: int) -> int:
         return sum(
             size * (num_blocks if bound is None else min(num_blocks, bound))

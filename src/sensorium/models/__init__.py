@@ -47,7 +47,7 @@ def list_models_once() -> None:
 
     `transformers` and `transformers.models` both read some 1,600 files, which takes a tenth of a
     process's start. The list is cached by path, but the first one passes the folder, and the second
-    one the `__init__.py` in it. Here both pass the folder. Remove it when Transformers does so.
+    one the `__init__.py` in it. Here both pass the folder. Remove this when Transformers does so.
     """
     from transformers.utils import import_utils  # after torchvision was made importable
 

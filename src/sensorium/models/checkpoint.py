@@ -1,8 +1,8 @@
 """Finds the directory of a checkpoint, and downloads it from the Hugging Face hub if needed.
 
-It is a local directory, a snapshot in the hub's cache, or the directory into which the embedded
-model was expanded. All files of a model come from it, and so from one revision: a hub id is
-resolved once, and the weights are fetched last, by the names in the snapshot's own index.
+It may be a local directory, a snapshot in the hub's cache, or the directory into which the embedded
+model was expanded. All files of a model come from this directory, and so from one revision: a hub
+id is resolved once, and the weights are fetched last, by the names in the snapshot's own index.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sensorium.types.errors import ModelError, SensoriumError
 BAR_DELAY_S = 1.0
 _TIMEOUT_S = 10.0
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_NUM_BLOCKS, _BLOCK_BYTES = 64, 4096  # that are read of a file of weights to recognise it
+_NUM_BLOCKS, _BLOCK_BYTES = 64, 4096  # read from a file of weights to identify it
 _SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _CODE_FILES = ("*.py",)
 # Few models of the hub still have a name without an owner.
@@ -47,7 +47,7 @@ _SHORT_NAME = (
 
 @contextmanager
 def blame_checkpoint(model: str) -> Iterator[None]:
-    """Turn any error but Sensorium's own into a `ModelError` that names the model, in a `with`."""
+    """Turn all errors in a `with`, except Sensorium's own, into a `ModelError` with the model."""
     try:
         yield
     except SensoriumError:
@@ -60,7 +60,7 @@ def blame_checkpoint(model: str) -> Iterator[None]:
 def find_checkpoint(
     model: str, *, revision: str | None, trust_remote_code: bool, use_tqdm: bool
 ) -> Path:
-    """Return a directory with all files of a model but its weights, downloaded if needed.
+    """Return a directory with all files of a model except its weights, downloaded if needed.
 
     `model` is a directory, a hub id, or the name of the embedded model. `revision` is a branch, tag
     or commit of a hub id. Python files are downloaded only with `trust_remote_code`. Raise
@@ -80,7 +80,7 @@ def find_checkpoint(
 
 
 def get_revision(directory: Path) -> str:
-    """Return a hub snapshot's commit, or a digest of `config.json`; it is "" without that file."""
+    """Return a hub snapshot's commit, or a digest of `config.json`, or "" without that file."""
     if directory.parent.name == "snapshots":
         return directory.name
     config = directory / "config.json"
@@ -88,10 +88,11 @@ def get_revision(directory: Path) -> str:
 
 
 def get_weights_identity(directory: Path) -> str:
-    """Return a text that differs from that of every checkpoint with other weights.
+    """Return a text that identifies the weights of a checkpoint: no other weights have the same.
 
-    It is the commit of a snapshot in the hub's cache. Elsewhere it has the name, size and time of
-    each file of weights, and a digest of some blocks. So only a copy that keeps times has the same.
+    For a snapshot in the hub's cache, it is the commit. Elsewhere it has the name, size and time of
+    each file of weights, and a digest of some blocks. So a copy has the same text only if it keeps
+    the times of the files.
     """
     is_snapshot = directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name)
     if is_snapshot and directory.parents[1].name.startswith("models--"):
@@ -151,7 +152,7 @@ def _fetch(model: str, *, revision: str | None, patterns: Sequence[str], use_tqd
 def _ask_hub(model: str, revision: str | None) -> Exception | None:
     """Return the error of one short request to the hub, or None if the hub answers.
 
-    It is made before a download, which would repeat its requests for half a minute if the hub can't
+    This precedes each download, which would repeat its requests for half a minute if the hub can't
     be reached.
     """
     try:

@@ -7,7 +7,7 @@ step in which its table is there.
 
 The tables, in float32:
   CTC: for each frame, the likeliest token and its log-probability.
-  Transducers: for each token, its id, its log-probability, its first frame and its frames.
+  Transducers: for each token, its id, log-probability, first frame and number of frames.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MASK = "attention_mask"
 CONTEXT = 2
 NUM_COLUMNS = 4  # of the widest table
 _TRANSDUCERS = ("ParakeetForRNNT", "ParakeetForTDT")
-_LENGTH_STEPS = 4  # items in a batch are padded by less than an octave divided by this
+_LENGTH_STEPS = 4  # lengths in a batch differ by a factor below 2 ** (1 / this)
 # The lengths of audio for a trial, in samples and in rows of features. They make odd and even
 # numbers of frames, because a model may join two of them.
 _TRIAL_SAMPLES = (6_000, 6_320, 6_640, 10_000)
@@ -63,8 +63,8 @@ def get_blank_id(config: PretrainedConfig) -> int:
 
 
 def count_frames(model_class: Any, config: PretrainedConfig, num_inputs: int) -> int:
-    """Return how many frames the encoder makes of so many samples or spectrogram frames."""
-    # The functions of the class for this need nothing of a model but its config.
+    """Return how many frames the encoder makes of `num_inputs` samples or spectrogram frames."""
+    # The functions of the class for this need only the config of a model.
     model, lengths = SimpleNamespace(config=config), torch.tensor(num_inputs)
     if hasattr(model_class, "_get_subsampling_output_length"):
         return int(model_class._get_subsampling_output_length(model, lengths))
@@ -72,9 +72,9 @@ def count_frames(model_class: Any, config: PretrainedConfig, num_inputs: int) ->
 
 
 class CtcTransducerModel(HfModel):
-    """A model that finds all tokens of an audio item while it is encoded.
+    """A speech model that finds all tokens of an audio item while encoding it.
 
-    Only the methods for encoders can be called, and those with which an engine is built.
+    Of `HfModel`, only the methods for encoders and for building an engine can be called.
     """
 
     kind = NO_DECODER
@@ -119,7 +119,7 @@ class CtcTransducerModel(HfModel):
 
     @torch.inference_mode()
     def _probe_padding(self) -> bool:
-        """Return whether padding leaves results unchanged: not every model heeds its mask fully."""
+        """Return whether padding leaves results unchanged: some models ignore part of the mask."""
         sizes = _TRIAL_SAMPLES
         rows: tuple[int, ...] = ()
         if self._input_name != "input_values":
@@ -193,7 +193,7 @@ class CtcTransducerModel(HfModel):
         """Return the number of steps after which `generate` stops, even if frames are left.
 
         If the generation config sets no limit, there is room for `max_symbols_per_step` tokens in
-        each frame, with frames of padding included. One of these tokens is the start.
+        each frame, with frames of padding included. One of these tokens is the start token.
         """
         config = self.model.generation_config
         if config.max_new_tokens is not None:
@@ -237,7 +237,7 @@ class CtcTransducerModel(HfModel):
 
 
 class _Walk:
-    """A transducer's walk through several items: where it is in each, and what it found."""
+    """A transducer's walk through several items: its frame in each, and the tokens found so far."""
 
     def __init__(
         self, config: PretrainedConfig, ends: torch.Tensor, most_steps: torch.Tensor
@@ -253,7 +253,7 @@ class _Walk:
         # symbols.
         self._durations = None if durations is None else torch.tensor(durations, device=ends.device)
         self._max_symbols = int(config.max_symbols_per_step)
-        self._num_symbols = torch.zeros_like(self.frames)  # an RNN-T has emitted at its frame
+        self._num_symbols = torch.zeros_like(self.frames)  # that an RNN-T has emitted at its frame
         self._found: list[torch.Tensor] = []  # for each step: [items, columns]
         self._is_kept: list[torch.Tensor] = []
 

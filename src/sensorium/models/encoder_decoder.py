@@ -30,7 +30,7 @@ _NUM_PROBE_POSITIONS = 3  # another number than the tokens of the probes
 
 
 def count_positions(model_class: Any, num_inputs: int) -> int:
-    """Return how many positions an encoder makes of so many spectrogram frames or samples."""
+    """Return how many positions an encoder makes of `num_inputs` spectrogram frames or samples."""
     # The class's function for this uses no model.
     return int(model_class._get_feat_extract_output_lengths(None, num_inputs))
 
@@ -75,11 +75,11 @@ class EncoderDecoderModel(HfModel):
         self._decoder_config._attn_implementation = name
 
     def _number_cross_layers(self) -> None:
-        """Give the modules of cross-attention, found by a run, layer indices of their own."""
+        """Give each cross-attention module, found by a run, its own layer index."""
         found: list[Any] = []
 
         def note(module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-            # Only cross-attention gets other states for keys and values.
+            # Only cross-attention gets separate states for its keys and values.
             if kwargs.get("key_value_states") is not None:
                 found.append(module)
 
@@ -176,7 +176,7 @@ class EncoderDecoderModel(HfModel):
 
 
 class _Zeros:
-    """A stand-in for attention that returns zeros, for runs in which only the layers matter."""
+    """A stand-in for attention that returns zeros, for runs that only find out the layers."""
 
     def attend(
         self,

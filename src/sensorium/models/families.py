@@ -1,6 +1,6 @@
-"""Holds the code that single families of models need, with one section for each family.
+"""Holds code for single families (the models of one `model_type`), with a section for each.
 
-A family gets code here, 150 lines at most, only for what can't be read from its model. Models of a
+A family gets code here, 150 lines at most, only for what can't be read from its models. Models of a
 `model_type` that is not in `KNOWN_MODELS` run as `HfModel`, if they pass a trial.
 """
 
@@ -67,7 +67,7 @@ class HfGemma4(HfModel):
 
 
 class HfQwen2Audio(HfModel):
-    """A Qwen2-Audio, which has no function of its own that only encodes audio."""
+    """A Qwen2-Audio, a model without a function that only encodes audio."""
 
     def _get_encoder(self, _modality: str) -> Any:
         return self._encode_audios
@@ -79,7 +79,7 @@ class HfQwen2Audio(HfModel):
         *,
         return_dict: bool = True,
     ) -> BaseModelOutputWithPooling:
-        """Encode audio like `get_audio_features` of other families, with a list of embeddings."""
+        """Encode audio like `get_audio_features` elsewhere, but return a list of embeddings."""
         del return_dict
         tower = self._base.audio_tower
         num_frames = feature_attention_mask.sum(-1)
@@ -104,7 +104,7 @@ class HfQwen2Audio(HfModel):
 
 
 class HfQwen25Omni(HfModel):
-    """A thinker of Qwen2.5-Omni, the part of the model that generates text."""
+    """The thinker of a Qwen2.5-Omni: the part of the model that generates text."""
 
     # The function for M-RoPE positions takes other arguments than those of other models.
     def _get_rope_index(
@@ -141,7 +141,7 @@ class HfQwen3VL(HfModel):
             layer if isinstance(layer, torch.Tensor) else torch.cat(layer)
             for layer in output.deepstack_features
         ]
-        # The embeddings for the first layers are more columns of those for the decoder's input.
+        # The embeddings for the first layers are appended as columns to those for the input.
         return list(torch.cat([embeds, *layers], dim=-1).split(list(num_embeds)))
 
     def embed(
@@ -188,7 +188,7 @@ KNOWN_MODELS: dict[str, type[HfModel]] = {
 
 
 def find_model_class(config: PretrainedConfig) -> type[HfModel]:
-    """Return the class that wraps the models of a config; its `kind` says what they are."""
+    """Return the `HfModel` class for the model of a config; its `kind` describes the model."""
     if is_ctc_transducer(config):
         return CtcTransducerModel
     if config.is_encoder_decoder:

@@ -1,4 +1,4 @@
-"""Reads a model's `generation_config.json`, to decode by default as Transformers' `generate`."""
+"""Reads a model's `generation_config.json`: its values are the defaults, as in `generate`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load_generation_defaults(directory: str, generation_config: str = "auto") ->
 
 
 def load_bans(directory: str) -> TokenBans:
-    """Return the tokens that a checkpoint bans, also with "none", as Whisper's transcripts need."""
+    """Return the tokens that a checkpoint bans; transcripts need them also with "none"."""
     config = _load(directory)
     with _blaming_config():
         return _get_bans(config, _as_ids(config.eos_token_id))
@@ -73,7 +73,7 @@ def _load(directory: str) -> Any:
 def load_string_limit(directory: str) -> int | None:
     """Return the most characters of a string in structured output, or None if the model sets none.
 
-    It holds for strings without a limit in their JSON schema. `structured_string_limit` in
+    The limit holds for strings without one in their JSON schema. `structured_string_limit` in
     `generation_config.json` is a key of this project, for models that don't end such strings by
     themselves. Raise `ModelError` if it is not an integer of at least 1.
     """

@@ -63,7 +63,7 @@ class HfModel:
     kind = CAUSAL
     # The embeddings of a media item of these modalities attend to each other in both directions.
     bidirectional_modalities: frozenset[str] = frozenset()
-    # True: they do so only in layers with a window; in the others attention is causal.
+    # True: they do so only in layers with a window; in all other layers attention is causal.
     has_causal_full_layers = False
     # The most media positions that a request attends to by cross-attention. 0: there is none.
     max_cross_positions = 0
@@ -129,7 +129,7 @@ class HfModel:
         return embeds.index_copy(0, mm_index, mm_embeds.to(embeds.dtype))[None], {}
 
     def make_conditions(self, delays: torch.Tensor | None) -> dict[str, Any]:  # noqa: ARG002
-        """Return more decoder arguments, given how many tokens each token is behind its audio."""
+        """Return further decoder arguments; `delays` has how far each token is behind its audio."""
         return {}
 
     def forward(
@@ -211,7 +211,7 @@ class HfModel:
         )
 
     def find_context_limit(self, layers: Sequence[LayerSpec]) -> ContextLimit | None:
-        """Return the limit up to which the engine computes as the model would; None: no limit."""
+        """Return the longest context that is computed as the model would; None: no limit."""
         return find_context_limit(self.model, layers, self.long_after)
 
     def _run_two_tokens(self, call: Any) -> torch.Tensor:
@@ -224,7 +224,7 @@ class HfModel:
         """Find out whether to scale logits; raise `ModelError` if they differ from the model's own.
 
         Not every model scales its logits as its config describes. They are not scaled if they agree
-        better without it, by more than rounding. `hidden` comes from `_run_two_tokens`.
+        better unscaled, by more than rounding. `hidden` comes from `_run_two_tokens`.
         """
         theirs = self._compute_whole(torch.arange(2, device=self.device)).float()
         distances = {}
@@ -312,7 +312,7 @@ class HfModel:
             set_attention(self._towers, PACKED_ATTENTION)
 
     def call_before_blocks(self, function: Callable[[], None]) -> int:
-        """Call `function` before each run of a decoder or encoder layer; return how many there are.
+        """Call `function` before each run of a decoder or encoder layer; return the layer count.
 
         The calls show progress: on a CPU a pass over a long prompt or a large picture may take
         minutes, but one layer takes seconds at most.

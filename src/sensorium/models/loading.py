@@ -46,9 +46,9 @@ _PARTS = {"qwen2_5_omni": ("thinker_config", "Qwen2_5OmniThinkerForConditionalGe
 # Ends of the names of weights that only training uses. Checkpoints of wav2vec2 leave them out.
 _TRAINING_WEIGHTS = ("masked_spec_embed",)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-# The types of weights that are searched for NaN. Others have none, or no function for it.
+# The types of weights that are searched for NaN. Other types have none, or no `isnan`.
 _CHECKED_DTYPES = frozenset({*_DTYPES.values(), torch.float64})
-# The kinds of layers that can be run, and why others can't.
+# The kinds of layers that can be run, and why other kinds can't.
 _KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _REASONS = {
     "linear_attention": "it has linear attention, with a state that can't be kept in KV blocks",
@@ -58,7 +58,7 @@ _REASONS = {
 
 
 def load_config(directory: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Return the config of a checkpoint's model; of several, that of the one that generates text.
+    """Return a checkpoint's config; of several models, the config of the one that generates text.
 
     Raise `ModelError` if it can't be loaded, or needs its own code without `trust_remote_code`.
     """
@@ -83,7 +83,7 @@ def load_config(directory: str, *, trust_remote_code: bool = False) -> Pretraine
 def find_unserved(
     model_class: type[PreTrainedModel], modalities: Collection[str]
 ) -> dict[str, str]:
-    """Return the modalities that a model's class declares and this engine can't give it, and why.
+    """Return the modalities that a model class declares, but this engine can't serve, and why.
 
     `modalities` are those that were found in the checkpoint: in its config and its processor.
     """
@@ -113,7 +113,7 @@ def resolve_dtype(dtype: str, config: PretrainedConfig, device: torch.device) ->
     """Return the torch dtype of this name, or raise a `ModelError` if it is unknown.
 
     On a GPU "auto" is the dtype of the checkpoint. On a CPU it is float32, except for checkpoints
-    in bfloat16 if the CPU has instructions for it: without these it is 100 times slower.
+    in bfloat16 if the CPU has instructions for it: without these, bfloat16 is 100 times slower.
     """
     if dtype in _DTYPES:
         return _DTYPES[dtype]

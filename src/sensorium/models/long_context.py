@@ -1,4 +1,4 @@
-"""Computes long sequences as the model's own `generate` does, or finds where that must end.
+"""Computes long sequences as the model's own `generate` does, or limits their length.
 
 Some models have two sets of rotary factors (rope_type "longrope"), one for short and one for long
 sequences. Transformers chooses by the largest position of a call, and here a call is a step of many
@@ -113,7 +113,7 @@ class ContextLimit:
 def find_context_limit(
     model: PreTrainedModel, layers: Sequence[LayerSpec], long_after: int | None
 ) -> ContextLimit | None:
-    """Return the lowest limit on the length of a sequence, with its reason, or None without one.
+    """Return the lowest limit on the length of a sequence, with its reason, or None if unlimited.
 
     Beyond such a limit, the results would differ from those of the model's own `generate`.
     """

@@ -31,9 +31,9 @@ def split_output(
 ) -> list[torch.Tensor]:
     """Return the embeddings of each media item from an encoder's output, or raise `RequestError`.
 
-    `num_parts` are the entries of each item in the encoder's batch, and `num_embeds` the embeddings
-    that it must have. If the output is divided into entries, the embeddings are counted for each
-    item, so that a wrong number for one can't shift those of the others.
+    `num_parts` has the number of each item's entries in the encoder's batch, and `num_embeds` the
+    number of embeddings that it must have. If the output is divided into entries, embeddings are
+    counted for each item, so that a wrong number for one can't shift those of the next.
     """
     embeds = output.pooler_output
     if embeds is None:

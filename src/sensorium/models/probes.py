@@ -2,7 +2,7 @@
 
 Transformers composes a mask as a function of two positions, and passes it to the attention
 implementation. The one that is registered here calls this function for chosen positions. So it
-finds a window in whatever way the model expresses it. The result is attached to the mask tensor,
+finds a window, however the model expresses it. The result is attached to the mask tensor,
 which brings it to the layers.
 """
 

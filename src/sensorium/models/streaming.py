@@ -2,7 +2,7 @@
 
 Each position of the decoder has a token and 80 ms of audio: the embedding of the audio is added to
 that of the token. The encoder only looks back, so it continues from its last state, an
-`AudioMemory`. The size of that does not depend on the length of the audio.
+`AudioMemory`, of bounded size for audio of any length.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StreamingModel(HfModel):
         mm_index: torch.Tensor | None,
         mm_embeds: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the embeddings [1, N, hidden] of token ids, with those of the audio added."""
+        """Return the embeddings [1, N, hidden] of token ids, plus the embeddings of the audio."""
         embeds = self.embedding(input_ids)
         if mm_index is not None and mm_embeds is not None:
             embeds = embeds.index_add(0, mm_index, mm_embeds.to(embeds.dtype))
@@ -71,7 +71,7 @@ class StreamingModel(HfModel):
         return {"t_cond": torch.cat((angles.cos(), angles.sin()), dim=-1)[None]}
 
     def _compute_whole(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the logits [2, vocabulary] that the model computes for two tokens in silence."""
+        """Return the model's own logits [2, vocabulary] for two tokens without audio."""
         embeds, extra = self.embed(tokens, None, None)
         output = self.decoder(
             inputs_embeds=embeds,
@@ -90,9 +90,9 @@ class StreamingModel(HfModel):
     ) -> list[torch.Tensor]:
         """Encode the next features [bins, frames] of streams, and return embeddings [N, hidden].
 
-        All have the same number of frames, enough for a whole number of tokens, and memories of the
-        same number of positions. So they are one batch without padding. The memories are updated,
-        unless an error is raised.
+        All features have the same number of frames, enough for a whole number of tokens, and all
+        memories the same number of positions. So they form one batch without padding. The memories
+        are updated, unless an error is raised.
         """
         cache, padding = self._join(memories)
         frames = self.to_model(torch.stack(list(features)))
@@ -128,7 +128,7 @@ class StreamingModel(HfModel):
     def _divide(
         self, memories: Sequence[AudioMemory], cache: DynamicCache, padding: Any, num_new: int
     ) -> None:
-        """Give each stream its row of the caches, as a copy, so that it keeps no others alive."""
+        """Copy each stream's row of the caches, so that it does not keep the other rows alive."""
         for row, memory in enumerate(memories):
             memory.keys = [_copy_row(layer.keys, row) for layer in cache.layers]
             memory.values = [_copy_row(layer.values, row) for layer in cache.layers]

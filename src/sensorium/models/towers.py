@@ -1,7 +1,7 @@
 """Loads only the encoders of a model, without the language model that reads their outputs.
 
-The decoder and the output layer are removed before weights are loaded, so theirs are neither read
-nor kept in memory. Everything else is the model's own code with its own weights.
+The decoder and the output layer are removed before weights are loaded, so their weights are neither
+read nor kept in memory. Everything else is the model's own code with its own weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NoDecoder(torch.nn.Module):
 def make_towers_class(model_class: Any) -> Any:
     """Return a class of models like `model_class`, but with encoders only.
 
-    Making one raises a `ModelError` if the encoders can't be separated from the decoder.
+    Making such a model raises `ModelError` if the encoders can't be separated from the decoder.
     """
 
     class Towers(model_class):  # type: ignore[misc]
@@ -61,7 +61,7 @@ def _drop_decoder(model: PreTrainedModel) -> None:
     for name, stand_in in dropped.items():
         if not any(name.startswith(f"{outer}.") for outer in dropped):
             model.set_submodule(name, stand_in)
-    # The weights that are left in the files are no surprise.
+    # The weights of these parts stay in the files, which is no reason for a warning.
     model._keys_to_ignore_on_load_unexpected = {
         *(model._keys_to_ignore_on_load_unexpected or ()),
         *(rf"^{re.escape(name)}\." for name in dropped),

@@ -1,1 +1,1 @@
-"""Media items: their names, their processing and their places in a prompt."""
+"""Media items: how they are fetched, decoded, hashed, processed, cached and put into prompts."""

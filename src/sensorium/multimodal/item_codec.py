@@ -1,4 +1,4 @@
-"""Processed items as bytes, and back: between the processes of a server, and over the network.
+"""Encodes processed items as bytes, and decodes them, for other processes and for the network.
 
 Between processes an item is a header and one block of bytes, decoded without a copy. Over the
 network it is one msgpack map: `{"tensors": {name: {"dtype": "float32", "shape": [...], "data":
@@ -69,7 +69,7 @@ _item_decoder = msgspec.msgpack.Decoder(_WireItem)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrecomputedEmbeds:
-    """The encoder output for one media item, which a client sent instead of the item.
+    """The encoder output for one media item, which a client sent in place of the item.
 
     Raise `RequestError` on creation unless the tensor is dense, of floating-point numbers, and has
     1 to `MAX_EMBEDS` rows. Whether the model accepts such embeddings is checked elsewhere.
@@ -127,7 +127,7 @@ def write_block(kwargs: MultiModalKwargsItem, block: memoryview) -> None:
 
 
 def as_buffers(kwargs: MultiModalKwargsItem) -> list[memoryview]:
-    """Return the content of a media item's block, as buffers to write one after another.
+    """Return the content of a media item's block as several buffers, to be written in this order.
 
     Tensors that are contiguous and in host memory are not copied.
     """

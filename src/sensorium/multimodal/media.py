@@ -1,4 +1,4 @@
-"""Media items as a caller gives them, their options, what one may cost, and where it may be."""
+"""Media items as a caller gives them, their options, and the limits on their size and source."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class MediaBytes:
 
 
 class DeferredBytes(MediaBytes):
-    """The bytes of a media file that are elsewhere, and are loaded when they are first needed.
+    """The bytes of a media file in another place, which `load` returns when they are first needed.
 
-    The digest is known, so that an item in a cache is never loaded. `load` runs in the thread that
+    The digest is given, so that an item in a cache is never loaded. `load` runs in the thread that
     first needs the bytes, and may raise a `RequestError`.
     """
 
@@ -180,7 +180,10 @@ class MediaLimits:
 
     @property
     def flight_timeout_s(self) -> float:
-        """Return the seconds of two attempts: an item is tried again if its worker ends."""
+        """Return how long a request waits for the processing of an item, in seconds.
+
+        That is the time of two attempts, because an item is tried again if its worker ends.
+        """
         return 2 * (self.process_wait_s + self.process_deadline_s)
 
     def get_request_deadline_s(self) -> float:

@@ -1,9 +1,9 @@
 """The names of media: hashes of its content, and uuids that clients give.
 
 Equal hashes mean equal source, processing options and processor. The source (a file's bytes, or an
-array that was given in process) is digested before anything is decoded, and that digest is digested
-again with all that the result of processing depends on. So a source with several hashes is read
-once.
+array that was given in process) is digested before anything is decoded. That digest is digested
+again together with all that the result of processing depends on. So a source that is processed with
+different options has several hashes, and is still read only once.
 
 Every value is framed by its type and length and mappings are sorted, so that no two different
 inputs give the same bytes. Types without a canonical form are refused. Hashes are 256 bits of any
@@ -83,19 +83,20 @@ class MediaHasher:
     ) -> str:
         """Return the `mm_hash` of a media item, which is its key in the caches of processed items.
 
-        Items with different salts share none. `decode_options` is None for media that came decoded.
+        Items with different salts never have the same one. `decode_options` is None for media that
+        the caller gave decoded.
         """
         parts = [self._context, source_digest, modality, decode_options, processor_kwargs]
         return self._digest("item", [*parts, cache_salt])
 
     def name_external(self, mm_hash: str, cache_salt: str | None) -> str:
-        """Return the `mm_hash` for a hash of a client's own, never equal to one of `name_item`."""
+        """Return the `mm_hash` for a hash that a client has made; it equals none of `name_item`."""
         return self._digest("external", [mm_hash, cache_salt])
 
     def name_uuid(
         self, uuid: str, modality: str, cache_salt: str | None, client: str | None = None
     ) -> str:
-        """Return a uuid's key in the shared store; `client` is a digest of an API key."""
+        """Return a uuid's key in the shared-memory store; `client` is a digest of an API key."""
         clients = [] if client is None else [client]
         return self._digest("uuid", [uuid, modality, cache_salt, *clients])
 
@@ -195,7 +196,7 @@ def _update_array(digest: Any, array: np.ndarray[Any, Any]) -> None:
             "media can't be a numpy array of Python objects: use an array of numbers"
         )
     _frame(digest, b"array", f"{array.dtype.str}:{array.shape}".encode())
-    # As bytes first: not every type of numpy's can be shown as a buffer.
+    # Viewed as bytes first, because not every dtype of numpy supports the buffer protocol.
     digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
@@ -229,7 +230,7 @@ class BoundSource:
 
 
 class UuidBindings:
-    """A thread-safe table of one process: which media source each uuid was first used with."""
+    """A thread-safe table of this process, with the media source that each uuid was bound to."""
 
     def __init__(self, max_entries: int = 65_536) -> None:
         self._sources: LruCache[_Key, BoundSource] = LruCache(max_entries)
@@ -247,8 +248,8 @@ class UuidBindings:
     def bind(self, uuid: str, source: BoundSource, *, modality: str, scope: UuidScope) -> None:
         """Bind the uuid to a media source, so that a later request may send the uuid alone.
 
-        Raise `RequestError` if it has another source in this scope. Call this only after the source
-        was processed, so that a damaged file does not occupy a uuid.
+        Raise `RequestError` if the uuid has another source in this scope. Call this only after the
+        source was processed, so that a damaged file does not occupy a uuid.
         """
         key = scope, modality, uuid
         with self._lock:
@@ -278,8 +279,9 @@ def check_uuid(uuid: object) -> str | None:
 class SharedUuidBindings(UuidBindings):
     """A table of uuid bindings that all frontend processes share.
 
-    Each binding is a small item in the shared-memory store, which may evict it. The first frontend
-    that stores it has bound the uuid. A process also keeps the bindings that it has made.
+    Each binding is a small item in the shared-memory store, which may evict it. The source of the
+    first frontend that stores a binding for a uuid is the one that counts. A process also keeps the
+    bindings that it has made.
     """
 
     def __init__(self, store: ShmStore, hasher: MediaHasher) -> None:

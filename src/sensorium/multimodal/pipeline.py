@@ -1,12 +1,13 @@
 """Turns the media of a request into handles in a cache, and processes every item once.
 
 Sources are fetched together, hashed before anything is decoded, and looked up. An item that no
-cache has is processed once, even if several requests ask for it meanwhile. Owns the flights of
-items that are being processed. Several threads may use it. A call blocks until all items of its
-request are processed, but can give up its thread while sources are fetched (`utils.pausing`).
+cache has is processed once, even if several requests ask for it meanwhile. Owns the flights
+(`single_flight`): each is the running computation of one item, for which several requests may wait.
+Several threads may use a pipeline. A call blocks until all items of its request are processed, but
+can give up its thread while sources are fetched (`utils.pausing`).
 
 Invariants:
-  1. A hit decodes nothing and calls no processor.
+  1. A cache hit decodes nothing and calls no processor.
   2. A call that fails holds nothing: its handles are released, and it leaves its flights.
 """
 
@@ -51,14 +52,14 @@ _Result = FinishedItem | None  # None: the item is in the cache already
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedItem:
-    """A media item that is ready for the engine core, and what is needed to process it again."""
+    """A media item that is ready for the engine core, with all that can process it again."""
 
     handle: ItemHandle  # keeps the processed item in the cache until it is released
     # The other fields are used if the engine core has lost the tensors.
     path: FieldPath  # the place of the item in its prompt, for errors
     origin: MediaItem | None = None  # the item as the caller gave it
     options: ProcessingOptions = field(default_factory=ProcessingOptions)
-    brought: ProcessedItem | None = None  # tensors that the caller sent
+    brought: ProcessedItem | None = None  # the item, if the caller sent it processed
     given_hash: str | None = None  # the hash that the caller sent
     times: ItemTimes = field(default_factory=dict)  # stage -> seconds, for this request
     is_layout_only: bool = False  # there are no tensors, and the handle belongs to no cache
@@ -66,10 +67,12 @@ class CachedItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlinedItem:
-    """A media item before it is decoded: its source, its name, and its layout if that is known."""
+    """A media item before it is decoded: its source, its hash, and its layout if that is known."""
 
-    item: MediaItem  # with its source, unless that is wanted only where its uuid is unknown
-    mm_hash: str = ""  # empty if the source is not known
+    # With its source loaded. An item with a uuid and a URL keeps the URL: the server that processes
+    # it may find it by its uuid.
+    item: MediaItem
+    mm_hash: str = ""  # empty if the source is not loaded
     layout: ItemLayout | None = None  # None: it can't be known before the item is decoded
 
     @property
@@ -87,19 +90,21 @@ class MediaPipeline:
     backend: ItemBackend
     uuids: UuidBindings
     limits: MediaLimits
-    shared: ShmSender | None = None  # `cache`, if other processes put items into it
+    shared: ShmSender | None = None  # the same as `cache`, if other processes put items into it
     layouts: SizeLayouts | None = None  # for requests that need no tensors
-    tiers: MediaTiers | None = None  # where items are found that no cache has
-    check_stored: Callable[[ItemJob, ProcessedItem], None] = lambda *_: None  # raises for nonsense
+    tiers: MediaTiers | None = None  # stores on disk or in Redis, for items that no cache has
+    # Raises `RequestError` if processing the job can't have made this item of a tier.
+    check_stored: Callable[[ItemJob, ProcessedItem], None] = lambda *_: None
     takes_encoded: bool = False  # the requests go to an engine that takes encoder outputs of a tier
-    own_backend: ItemBackend | None = None  # the engine's own, if `backend` gives items away
-    remote_timeout_s: float = 0.0  # how long an item may be away before `own_backend` gets it
+    own_backend: ItemBackend | None = None  # of this engine, if `backend` uses a remote encoder
+    remote_timeout_s: float = 0.0  # how long the remote encoder may take before `own_backend` does
     flights: SingleFlight[str, _Result] = field(default_factory=SingleFlight)
 
     def for_warmup(self) -> MediaPipeline:
         """Return a pipeline that processes items the same way, with a cache and uuids of its own.
 
-        It changes nothing here, and uses no remote encoder. The caller must close its `loader`.
+        It changes nothing in this pipeline, and uses no remote encoder. The caller must close its
+        `loader`.
         """
         return MediaPipeline(
             cache=ItemTable(0),
@@ -121,9 +126,9 @@ class MediaPipeline:
         """Return all items in order, and process those that the cache does not have.
 
         This generator pauses while sources are fetched (see `utils.pausing`). The caller must
-        `release` the items. After an error nothing is held. If `cancelled` completes, the work is
-        given up. If `needs_tensors` is False, an item that is not in the cache may come with only
-        its layout.
+        `release` the items. After an error nothing is held. If `cancelled` completes, the work ends
+        with a `CancelledError`. If `needs_tensors` is False, an item that is not in the cache may
+        have only its layout.
         """
         calls = [
             _ItemCall(self, item, options, cancelled, needs_tensors=needs_tensors) for item in items
@@ -146,10 +151,10 @@ class MediaPipeline:
         *,
         cancelled: Future[None] | None = None,
     ) -> Pausing[list[OutlinedItem]]:
-        """Load and name the media items, and lay out those with a header that is enough for that.
+        """Load and hash the media items, and add the layouts that follow from their headers alone.
 
-        Nothing is decoded, and no cache is read. An item that may be known by its uuid elsewhere is
-        not loaded.
+        Nothing is decoded, and no cache is read. A URL with a uuid is not loaded, because the
+        server that processes the item may find it by its uuid.
         """
         calls = [_ItemCall(self, item, options, cancelled, needs_tensors=False) for item in items]
         yield from self._load([call for call in calls if call.needs_outline], cancelled)
@@ -184,8 +189,8 @@ class MediaPipeline:
     ) -> Pausing[CachedItem]:
         """Return the media item with a new handle, after the engine core has lost its tensors.
 
-        The item is processed again if the cache does not have it either. Raise `MissingMediaError`
-        if its source is not available, or if its URL has other content now.
+        The item is processed again if the cache has lost it as well. Raise `MissingMediaError` if
+        its source is not available, or if its URL has other content now.
         """
         mm_hash = item.handle.mm_hash
         if item.brought is not None:
@@ -206,7 +211,10 @@ class MediaPipeline:
         )
 
     def load_stored(self, job: ItemJob, times: StageTimes) -> Flight | None:
-        """Return an item of a tier as a finished flight, or None; the time is added to `times`."""
+        """Return an item from the tiers as a finished flight, or None if they do not have it.
+
+        The time is added to `times`.
+        """
         if self.tiers is None:
             return None
         with times.measure("load"):
@@ -245,7 +253,7 @@ def _run(stage: Callable[[_ItemCall], None], calls: Sequence[_ItemCall]) -> None
 
 
 class _ItemCall:
-    """The stages of one item: found by its uuid, or loaded and hashed, looked up, processed."""
+    """The stages of one item of a call: look up its uuid, or load, hash, look up and process."""
 
     def __init__(
         self,
@@ -277,13 +285,13 @@ class _ItemCall:
 
     @property
     def needs_outline(self) -> bool:
-        """Return whether the source has to be loaded to name the item."""
+        """Return whether `outline` needs the source, and it is not loaded yet."""
         item = self.item
         has_name = item.uuid is not None and item.is_remote
         return self.source is None and item.media is not None and not has_name
 
     def outline(self) -> OutlinedItem:
-        """Name the media item, and lay it out if its header is enough."""
+        """Return the hash of the media item, and its layout if its header is enough for that."""
         item, pipeline = self.item, self._pipeline
         if self.source is None:
             if item.uuid is None:
@@ -405,8 +413,8 @@ class _ItemCall:
     def _take(self, waiter: Waiter[str, _Result]) -> None:
         """Wait for the processing of the media item, and put the result into the cache.
 
-        The flight is left only when the cache has the item, so that a later request finds one of
-        the two.
+        The flight is left only when the cache has the item, so that a later request finds either
+        the flight or the item.
         """
         pipeline, mm_hash = self._pipeline, self._get_job().mm_hash
         began = time.monotonic()
@@ -414,7 +422,7 @@ class _ItemCall:
             # A flight has a deadline of its own, but it may be started again.
             timeout_s = pipeline.limits.flight_timeout_s + pipeline.remote_timeout_s
             finished = waiter.result(timeout_s=timeout_s, cancelled=self._cancelled)
-        except TimeoutError as error:  # the cause is not known here
+        except TimeoutError as error:  # it is not known here what took so long
             raise CapacityError(
                 "the media item could not be processed in time: try again later"
             ) from error
@@ -427,7 +435,7 @@ class _ItemCall:
             self._handle = pipeline.cache.get_and_update_item(mm_hash, result)
         elif result is not None and pipeline.shared is not None and waiter.is_leader:
             self._handle = pipeline.shared.adopt(mm_hash, result)
-        # Otherwise the cache has it, and `finish` finds it there.
+        # In all other cases the cache has the item, and `finish` finds it there.
         if self._handle is not None and waiter.is_leader and finished and not finished.is_stored:
             pipeline.store(self._handle)
         waiter.leave()

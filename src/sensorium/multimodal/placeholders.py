@@ -11,7 +11,7 @@ takes microseconds and hundreds of bytes for each character:
   2. A text that is shorter, but long, is counted in pieces, until they have more tokens than the
      context holds. So a refusal takes no more work than a prompt that fills the context.
 
-A text that would fit is not refused. A tokenizer may drop characters (spaces, accents, unknown
+A text that fits is never refused. A tokenizer may drop characters (spaces, accents, unknown
 ones), so the first bound assumes a longest token of at least `_MIN_LONGEST_TOKEN` characters. A cut
 may change the tokens next to it, so the count leaves out `_TOKENS_AT_CUTS` of each piece: a word of
 100 characters that a vocabulary lacks is one token as a whole, and up to 100 in pieces.
@@ -64,9 +64,9 @@ class TextLength:
     def _longest_token(self) -> int:
         """Return the characters of the vocabulary's longest token, at least `_MIN_LONGEST_TOKEN`.
 
-        It is never too small: a byte-level vocabulary writes one character for each byte, and every
-        character of a text has at least one byte. It is computed for the first long text, because
-        reading a vocabulary takes a tenth of a second.
+        The bound also holds for a byte-level vocabulary, which has one character for each byte,
+        because every character of a text has at least one byte. It is computed for the first long
+        text, because reading a vocabulary takes a tenth of a second.
         """
         lengths = map(len, self._tokenizer.get_vocab())
         return max(_MIN_LONGEST_TOKEN, max(lengths, default=0))
@@ -188,7 +188,8 @@ def place_items(
     """Return the media items of a prompt that another process has expanded, at their positions.
 
     The n-th position of a modality belongs to the n-th item of that modality. Raise an
-    `InvariantError` if an item does not fit, because then the two processes work differently.
+    `InvariantError` if an item does not fit its position: then the two processes expand prompts
+    differently.
     """
     queues = {name: iter([i for i in items if i.modality == name]) for name, _ in positions}
     features = []
@@ -213,10 +214,10 @@ def place_items(
 def _place_outside(
     audios: AudioProcessor, token_ids: Sequence[int], items: Sequence[LaidOutItem]
 ) -> ExpandedPrompt:
-    """Return the prompt of a model that attends to audio outside its prompt, and that audio.
+    """Return the prompt of a model that attends to audio outside its prompt, and the audio item.
 
-    A prompt without tokens gets those with which the decoder begins. The positions of the audio are
-    no positions of the prompt, and count from 0.
+    An empty prompt becomes the tokens with which the decoder begins. The item's range counts the
+    positions of the audio from 0, not tokens of the prompt.
     """
     if len(items) != 1:
         raise RequestError(

@@ -1,13 +1,13 @@
-"""One computation (a flight) per key at a time: callers that come while it runs share its result.
+"""Deduplicates running computations (flights): callers with the same key share one and its result.
 
 A result is kept until its last waiter has left, so that waiters can put it into a cache before the
-flight is forgotten. `start` looks into that cache once more, for what came between a caller's look
-and its `join`. So nothing is computed twice.
+flight is forgotten. A caller looks into that cache before `join`, and its `start` looks again, for
+a result that arrived in between. So nothing is computed twice.
 
 Invariants:
   1. Waiters of one flight get one result, or each its own copy of one error.
-  2. A flight is cancelled when its last waiter has gone, and can't be joined from then on.
-  3. A waiter gets no cancellation that was not its own.
+  2. A flight is cancelled when its last waiter has left, and can't be joined from then on.
+  3. A waiter never gets the cancellation of another caller.
   4. A flight that failed can't be joined.
 """
 
@@ -27,7 +27,7 @@ from sensorium.types.errors import CapacityError, InvariantError
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-_MAX_FLIGHTS = 3  # after so many flights that others cancelled, a waiter gives up
+_MAX_FLIGHTS = 3  # a waiter gives up after this many flights that other callers cancelled
 
 
 # A computation that has begun. After a cancellation its result is not used, but it continues if it
@@ -49,7 +49,7 @@ class _Entry:
 
     num_waiters: int = 0
     flight: Flight | None = None
-    # Cancelled if the flight was: then its waiters start another.
+    # Cancelled if the flight was cancelled: then its waiters start a new flight.
     outcome: Future[Any] = field(default_factory=Future)
 
 
@@ -57,8 +57,8 @@ class SingleFlight(Generic[K, V]):
     """A thread-safe table of running computations (flights), at most one for each key."""
 
     def __init__(self) -> None:
-        self.num_flights = 0  # that began
-        self.num_joined = 0  # callers that joined a flight of another
+        self.num_flights = 0  # flights that began
+        self.num_joined = 0  # callers that joined a running flight
         self.num_waiting = 0  # callers at this moment
         self._lock = threading.Lock()  # of everything here
         self._entries: dict[K, _Entry] = {}
@@ -66,7 +66,7 @@ class SingleFlight(Generic[K, V]):
     def join(self, key: K, start: Callable[[], Flight]) -> Waiter[K, V]:
         """Join the flight of `key`, or begin one with `start`, and return a waiter for its result.
 
-        An error of `start` is raised here, and a copy of it in every other caller that has joined.
+        An error of `start` is raised here, and a copy of it by every other waiter of this flight.
         """
         entry, is_first = self._enter(key)
         if is_first:
@@ -140,10 +140,11 @@ class SingleFlight(Generic[K, V]):
             self._land(key, entry, None, future.result())
 
     def _land(self, key: K, entry: _Entry, error: BaseException | None, result: Any) -> None:
-        """Settle a flight with its error or its result, all under the lock.
+        """Settle a flight with its error or its result, under the lock.
 
-        No caller may join a flight that has failed, or begin a new one before the waiters have
-        their result. The callbacks of `outcome` are those of `_wait`, which only wake a thread.
+        The lock keeps callers from joining a flight that has failed, and from beginning a new one
+        before the waiters have their result. Callbacks of `outcome` run under the lock, but they
+        only wake the threads in `_wait`.
         """
         with self._lock:
             if error is not None or not entry.num_waiters:
@@ -203,7 +204,7 @@ class Waiter(Generic[K, V]):
 
 
 def _is_own(error: BaseException) -> bool:
-    """Return True for an interrupt or a cancellation, so that other waiters start again."""
+    """Return True for an interrupt or a cancellation of one caller, which others must not get."""
     return isinstance(error, CancelledError) or not isinstance(error, Exception)
 
 

@@ -1,8 +1,8 @@
 """Chooses a model's chat template, finds the forms of content that it takes, and renders it.
 
-The forms are found by rendering a probe. Templates are the model's code and run in Transformers'
-sandbox. They see roles, text and tool calls, and `{"type": "image"}` where media stands: never a
-URL, never pixels.
+The forms (a string or a list of parts) are found by rendering a probe. Templates are the model's
+code and run in Transformers' sandbox. They see roles, text and tool calls, and `{"type": "image"}`
+where media stands: never a URL, never pixels.
 
 Tokenizers of mistral-common (Voxtral) render conversations directly to tokens. An audio item
 becomes one marker token, which is expanded later like those of any prompt of tokens.
@@ -29,8 +29,8 @@ _ROLES = ("system", "user", "assistant", "tool")
 _MAX_ERROR = 300
 _AUDIO_PART = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 _Part = tuple[tuple[str, str], ...]  # a dict that can be a key
-# "string", "text" (a list with a part of text), or the fields of a media part (a list with that
-# part before a part of text)
+# "string", "text" (a list with a text part), or the fields of a media part (a list with that part
+# before a text part)
 _Form = str | _Part
 
 
@@ -117,7 +117,7 @@ class ChatTemplate:
         )
 
     def _takes(self, role: str, form: _Form) -> bool:
-        """Return whether the template renders content in this form correctly for a role; cached."""
+        """Return whether the template renders content in this form correctly for a role."""
         key = role, form
         if key not in self._answers:
             self._answers[key] = self._ask(role, form)
@@ -170,7 +170,7 @@ def find_template(
     if options.chat_template is not None:
         return named.get(options.chat_template, options.chat_template)
     if type(processor).__name__ == "SmolVLMProcessor" and "video" in modalities:
-        # The templates of its checkpoints have no videos. The class uses its own instead.
+        # The templates of its checkpoints have no videos. The class has its own template for them.
         template: str = sys.modules[type(processor).__module__].DEFAULT_CHAT_TEMPLATE
         return template
     if named:

@@ -1,4 +1,4 @@
-"""Prompts as one typed value, and how a caller's mapping is read into it.
+"""The typed form of all prompts, `EnginePrompt`, and how a caller's prompt is read into it.
 
 `read_prompt` checks text, token ids or a mapping (`types.request`) once, and raises a
 `RequestError` with the path of a wrong field. All later code works with an `EnginePrompt`, and
@@ -54,7 +54,7 @@ class RenderedMedia:
     mm_placeholders: Mapping[str, Any] = field(default_factory=dict)
     mm_kwargs: Mapping[str, Any] = field(default_factory=dict)
     mm_layouts: Mapping[str, Any] = field(default_factory=dict)
-    # The hashes came over the wire, so they must not replace items that others use.
+    # The hashes came over the wire, so they must not replace the items of other clients.
     is_external: bool = False
 
 
@@ -64,7 +64,7 @@ class EnginePrompt:
 
     text: str | None = None
     token_ids: Sequence[int] = ()  # used if there is no text
-    media: tuple[MediaItem, ...] = ()  # to be processed here; those of a modality are together
+    media: tuple[MediaItem, ...] = ()  # to be processed here; grouped by modality
     rendered: RenderedMedia | None = None  # in place of `media`
     # The modality and the place of each item in `token_ids`, in their order, if another process has
     # already put the placeholders of `media` there.

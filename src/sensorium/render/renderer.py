@@ -34,7 +34,7 @@ class ChatRenderer:
         self._hf_processor = processor.hf_processor
         self._tokenizer = processor.tokenizer
         self._markers = processor.markers
-        # Of models that take one audio item and no text.
+        # For models that take one audio item and no text; else `None`.
         self._audios = processor.streaming_audio
         self._pattern = re.compile("|".join(map(re.escape, self._markers.values())) or "(?!)")
         self._special_tokens: Mapping[str, str] = dict(self._tokenizer.special_tokens_map)
@@ -52,7 +52,7 @@ class ChatRenderer:
         """Return the prompt of a conversation: its text or its token ids, and its media items.
 
         Raise a `RequestError` with the path of the field that is wrong, or with the template's
-        reason for refusing. `check_length` raises one if a text is too long.
+        reason for refusing. `check_length` raises a `RequestError` if a text is too long.
         """
         options = options or ChatOptions()
         parsed = parse_messages(messages)
@@ -75,7 +75,7 @@ class ChatRenderer:
         )
 
     def render_transcription(self, language: str | None) -> list[int] | None:
-        """Return the model's own prompt for a transcript, as `MistralTemplate` does, or `None`."""
+        """Return the model's own prompt for a transcript (see `MistralTemplate`), or `None`."""
         return None if self._mistral is None else self._mistral.render_transcription(language)
 
     def learn(self, options: ChatOptions, modalities: Sequence[str]) -> None:

@@ -1,8 +1,8 @@
 """The engine of a frontend in a cluster: prompts are prepared here, and run elsewhere.
 
-Media is fetched and named here, so that a prompt can be placed by it. Where a header is enough to
-lay it out, the whole prompt is also expanded and tokenised here. Nothing is decoded: the engine
-that gets the prompt processes what its caches lack.
+Media is fetched and hashed here, so that prompts can be placed (given to an engine) by their media.
+If the headers of files are enough to compute layouts, the whole prompt is also expanded and
+tokenised here. Nothing is decoded: the engine that gets the prompt processes what its caches lack.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class ClusterEngine(AsyncEngine):
     async def use(self, engines: Engines, peers: Replicas, encoders: Replicas | None) -> None:
         """Send requests to these engines from now on. Wait until the first of them is ready.
 
-        `peers` are all frontends of the cluster, with this one. `encoders` are remote ones, if any.
+        `peers` are all frontends of the cluster, including this one. `encoders` are the remote
+        encoders, or `None`.
         """
         self._engines, self._peers, self._encoders = engines, peers, encoders
         self.run_alone(await engines.describe())
@@ -121,7 +122,7 @@ class ClusterEngine(AsyncEngine):
                 delta = messages.restore_prompt(
                     answer.delta, text=outline.text, token_ids=token_ids
                 )
-                # What comes again was counted before. The final output has all of it.
+                # Repeated output was counted before. The final output has all of it.
                 yield replace(delta, deltas=()) if is_repeated else delta
 
     async def open_audio(
@@ -213,7 +214,8 @@ class _AudioLink:
     async def get_deltas(self) -> AsyncIterator[RequestDelta]:
         """Yield the text as it comes. Raise an error if the engine is gone or takes no more audio.
 
-        An engine that is being removed takes no more calls, and would wait for the rest.
+        An engine that is being removed takes no more calls, and would wait for the rest of the
+        audio.
         """
         try:
             while (answer := await self._get_next()) is not None:
@@ -223,7 +225,7 @@ class _AudioLink:
             self._sender.cancel()
 
     async def _get_next(self) -> messages.Answer | None:
-        """Return the next answer, or None at the end. Raise an error, also one of the sender."""
+        """Return the next answer, or `None` at the end; raise errors of engine and sender."""
         reading = asyncio.create_task(self._read())
         try:
             await asyncio.wait({reading, self._sender}, return_when=asyncio.FIRST_COMPLETED)
@@ -245,7 +247,7 @@ class _AudioLink:
             self._closing = asyncio.create_task(self._close())
 
     async def _close(self) -> None:
-        with suppress(RuntimeError):  # a caller still reads, and gets its end by the cancelled call
+        with suppress(RuntimeError):  # a caller still reads, and the cancelled call ends that
             await self._answers.aclose()
 
     async def _send_parts(self) -> None:
@@ -266,8 +268,8 @@ class _Session:
 class ClusterTranscriber(AsyncTranscriber):
     """A transcriber that lets an engine of a cluster transcribe whole audio files.
 
-    Equal files go to the same engine. Those of one live session go to the engine that had the first
-    of them, for as long as it lives.
+    Equal files go to the same engine. The files of one live session go to the engine that had the
+    first one, for as long as it lives.
     """
 
     def __init__(
@@ -318,10 +320,11 @@ class ClusterTurnSource(TurnSource):
 
 
 def choose_key(outline: Outline) -> str:
-    """Return the key by which a prompt is placed: what it shares with others that costs most.
+    """Return the key that decides which engine gets a prompt.
 
-    Media that a client only names must be found again, so it comes first. Media with a uuid is
-    placed by that, with or without its bytes. A prompt without media is placed by its beginning.
+    The key is made of the media item that costs most to process. Items that the client only names
+    count as most expensive, because an engine must have them. An item with a uuid is identified by
+    that, with or without its bytes. The key of a prompt without media is made of its beginning.
     """
     prompt = outline.prompt
     if outline.items:

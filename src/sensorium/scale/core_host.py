@@ -36,7 +36,8 @@ _END_S = 20.0
 class CoreHost:
     """The process of one core, and the memory and files that this process shares with it.
 
-    `on_end` is called with the reason when the core has ended by itself. Belongs to one event loop.
+    `on_end` is called with the reason when the core has ended by itself. All calls must be on one
+    event loop.
     """
 
     def __init__(self, options: ServeOptions, *, on_end: Callable[[str], None]) -> None:
@@ -90,7 +91,7 @@ class CoreHost:
             raise EngineLostError("the core of this engine makes no progress")
 
     async def close(self) -> None:
-        """End the core, and give back what was shared with it."""
+        """End the core, and free the memory and files that were shared with it."""
         self._is_closing = True
         if self._core is not None:
             self._core.send(Stop())
@@ -119,7 +120,7 @@ class CoreHost:
             self._on_end(self.end)
 
     async def _watch(self, core: ChildProcess, limit_s: float) -> None:
-        """Notice that the core makes no progress, and kill it if that continues."""
+        """Watch the core: set `is_stalled` if it makes no progress, and kill it if it is lost."""
         watch = StallWatch(limit_s)
         while True:
             await asyncio.sleep(get_look_interval(limit_s))

@@ -1,4 +1,4 @@
-"""Assembles a cluster: the deployments of Ray Serve, and what they need of their machines."""
+"""Makes the Ray Serve deployments of a cluster, with the CPUs and GPUs that each needs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_application(options: ServeOptions, scale: ScaleOptions) -> serve.Applic
     engine = deploy(
         name=ENGINE,
         logging_config=quiet,
-        # Streaming audio takes one, and each part of it another one for a moment.
+        # Streaming audio takes one request, and each part of it another one for a moment.
         max_ongoing_requests=2 * options.max_concurrent_requests,
         ray_actor_options={
             "num_cpus": scale.engine_cpus,

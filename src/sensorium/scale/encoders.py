@@ -1,4 +1,4 @@
-"""Remote encoders of a cluster: their deployment, and how engines ask it.
+"""Remote encoders of a cluster: their deployment, and how engines call them.
 
 An engine sends the source of an item through Ray's object store, and gets its encoder output in the
 same way. Equal items go to the same encoder, which encodes them once. An encoder output is accepted
@@ -54,7 +54,7 @@ _FAILURES = (
     *(TimeoutError, WrongAnswerError, RayError, RayServeException, msgspec.MsgspecError),
     StopAsyncIteration,  # its stream ended without an answer
 )
-_RESETS = ("mm", "encoder")  # an encoder keeps what is both: processed media with its embeddings
+_RESETS = ("mm", "encoder")  # an encoder has one cache for both of these levels
 _ACCEPT_S = 3.0  # after which a job that no encoder has taken goes back to the engine
 
 
@@ -74,7 +74,7 @@ class EncoderReplica:
             )
         self._identity = digest_identity(self._encoder.identity)
         # The threads of the event loop are as many as there are cores, and a few more. Items that
-        # have been accepted would wait for them, and not be encoded together.
+        # have been accepted would wait for a thread, and not be encoded together.
         self._threads = ThreadPoolExecutor(MAX_ITEMS, thread_name_prefix="encode")
         pool = self._encoder.frontend.media_parts.pool
         if pool is not None:
@@ -86,7 +86,7 @@ class EncoderReplica:
             raise EncoderLostError("the towers of this encoder have failed")
 
     def reset_cache(self, level: str) -> None:
-        """Forget what this encoder has kept of media, unless another cache is meant."""
+        """Empty this encoder's cache if `level` is "mm" or "encoder"; there are no others here."""
         if level in _RESETS:
             self._encoder.service.clear_cache()
 
@@ -176,7 +176,7 @@ class RayEncoder:
         return finished
 
     def _warn(self, error: EncoderLostError) -> None:
-        """Log once that an encoder refuses items. It is no failure, since others may take them."""
+        """Log once that an encoder refuses items. It has not failed: others may take the items."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning("an encoder of the cluster can't be used: %s", error)
@@ -213,7 +213,7 @@ def digest_identity(identity: Identity) -> str:
 
 
 def _put(buffers: list[Any]) -> Any:
-    """Put buffers into the object store as one array, which others on this machine map."""
+    """Put buffers into the object store as one array, which other processes on this machine map."""
     arrays = [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
     return ray.put(arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
 

@@ -1,10 +1,10 @@
 """A frontend's calls to the engines of a cluster: what is sent, and what is retried.
 
 What was streamed to a client is never repeated. Before that, a call is repeated
-  - once, if its engine has ended: elsewhere
-  - if no engine has accepted it in time: elsewhere, because the one that was asked may hang
-  - if the engine lacks a file that this frontend expected it to have: there, with all files
-  - if the engine lacks media that the client only named: at engines that have it, one by one
+  - once on another engine, if its engine has ended
+  - on another engine, if no engine has accepted it in time, since the one that was asked may hang
+  - on the same engine, with all files, if that lacks a file that this frontend expected it to have
+  - on engines that have it, one by one, if the engine lacks media that the client only named
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Replicas:
 
 
 class Engines(Replicas):
-    """The engines of a cluster, as one frontend calls them. Belongs to one event loop.
+    """One frontend's access to the engines of a cluster, for use on one event loop.
 
     `count_retry` is called with the reason for each repeated call: "lost", "missing" or "moved".
     """
@@ -172,7 +172,7 @@ class Engines(Replicas):
         raise CapacityError("the media of this request was lost several times: try again later")
 
     async def append_audio(self, message: messages.AppendAudio, *, replica: str) -> None:
-        """Send more audio to the engine that has its request. Raise an error if it is gone."""
+        """Send more audio to the engine that has its request; raise an error if that is gone."""
         try:
             sent = Context().run(
                 self._handle.append_audio.remote,
@@ -235,7 +235,7 @@ class Engines(Replicas):
     async def _run_once(
         self, call: messages.Call, attempt: _Attempt, files: Mapping[str, MediaBytes]
     ) -> AsyncGenerator[messages.Answer, None]:
-        """Send a call once, and yield the answers. The end of an engine is also a `Failure`."""
+        """Send a call once, and yield the answers: at last a `Failure` if the engine has ended."""
         stream: Any = None
         try:
             refs: dict[str, Any] = {}
@@ -282,7 +282,7 @@ class Engines(Replicas):
 
 
 class _Search:
-    """A search for engines that have the named media. All are asked at once.
+    """A search for engines that have the media that a client named; all engines are asked at once.
 
     An engine keeps a name longer than its media, so several may have to be tried. A slow or hanging
     engine is awaited only if no other one has the names.
@@ -293,7 +293,7 @@ class _Search:
         self._found: list[str] = []
 
     async def find_next(self, *, without: str | None) -> str | None:
-        """Return the name of the next engine that was found, or None if there is no other."""
+        """Return the next engine found, except `without`, or `None` if there is no other."""
         while self._open and not self._found:
             done, self._open = await asyncio.wait(self._open, return_when=FIRST_COMPLETED)
             names = {task.result() for task in done} - {None, without}
@@ -306,15 +306,15 @@ class _Search:
 
 
 class _Attempt:
-    """How a call is sent, which changes from attempt to attempt."""
+    """The state of a call: how to send it next, which changes after each failed attempt."""
 
     def __init__(self, *, key: str, pinned: str | None, sends_all: bool) -> None:
         self.key = key
-        self.pinned = pinned  # the engine that must have it, unless it is gone
-        self.replica: str | None = None  # the engine that accepted it last
-        self.avoided: str | None = None  # the engine that should not have it
+        self.pinned = pinned  # the engine that must get the call, unless it is gone
+        self.replica: str | None = None  # the engine that accepted the call last
+        self.avoided: str | None = None  # the engine that should not get the call
         self.sends_all = sends_all  # all files are sent, whatever is known
-        self.ticket = uuid.uuid4().hex  # by which the router notes where it was sent
+        self.ticket = uuid.uuid4().hex  # by which the router notes where the call was sent
         self.is_unaccepted = False  # no engine has accepted it in time
         self.num_unaccepted = 0
         self.was_lost = False

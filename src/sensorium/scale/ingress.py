@@ -63,8 +63,8 @@ class Frontend:
         self._options = options
         self._metrics = ClusterMetrics(options.model_names[0], self._read_others)
         build = partial(build_frontend_app, identity=self._name, make_engine=ClusterEngine)
-        # The frontend's own parts are those of a server that only renders; what lasts longer than
-        # a process is the engines' affair.
+        # The frontend's own parts are those of a server that only renders; caches that
+        # outlive a process belong to the engines.
         media = replace(options.media, mm_disk_cache=None, mm_remote_cache=None, encoder=None)
         own = replace(options, is_render_only=True, media=media)
         app = await asyncio.to_thread(build, own)
@@ -128,10 +128,10 @@ class Frontend:
 
 
 class BehindProxy:
-    """An ASGI middleware that does what a server's connection does and Ray's proxy does not.
+    """ASGI middleware that adapts the application to Ray Serve's proxy in front of it.
 
-    It logs a line for each request, with its path. And it sends no request id: the proxy has
-    already set one for the client, which would get it twice.
+    It logs each request with its path, which Ray's own log lines lack. It drops our header with the
+    request id, because the proxy has already set one, and the client would get two.
     """
 
     def __init__(self, app: ASGIApp) -> None:

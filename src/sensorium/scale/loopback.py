@@ -1,4 +1,4 @@
-"""Keeps what Ray Serve listens on to this machine, where Ray itself does so."""
+"""Makes Ray Serve listen on this machine's loopback address only, if Ray itself does."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def listen_locally() -> None:
     """Make the server that Ray Serve starts in this process listen on 127.0.0.1 only.
 
     Each process of a deployment has a server that runs whatever other processes send it, and
-    listens on all addresses. On a cluster of several machines it has to, and nothing is changed.
-    Call this in the constructor of a deployment, because the server is started after it.
+    listens on all addresses. On a cluster of several machines that is necessary, and this function
+    changes nothing. Call this in the constructor of a deployment, because the server is started
+    after it.
     """
     if ray.util.get_node_ip_address() != _LOCAL:  # type: ignore[no-untyped-call]
         return

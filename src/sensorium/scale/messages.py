@@ -1,6 +1,6 @@
 """The messages between the frontends and the engines of a cluster: msgpack, and nothing else.
 
-What a client sent crosses only as bytes. A file of media is named by its digest, and travels in the
+Data from clients is sent only as bytes. A file of media is named by its digest, and travels in the
 call's `files` if it is small, else in the object store, or not at all if the engine should have it.
 Embeddings and tensors that a client sent are in the message itself.
 """
@@ -51,7 +51,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Media(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A media item of a prompt. Exactly one of the last three is given, or only a uuid."""
+    """A media item of a prompt: exactly one of the last three fields is set, or only `uuid`."""
 
     modality: str
     path: tuple[str | int, ...]
@@ -145,7 +145,7 @@ class Delta(msgspec.Struct, frozen=True, tag=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
-    """A part of a transcript that is final, or at its end the whole transcript."""
+    """A final segment of a transcript or, as the last answer, the whole transcript."""
 
     segment: Segment | None = None
     transcript: Transcript | None = None
@@ -175,7 +175,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UuidKey(msgspec.Struct, frozen=True, array_like=True):
-    """A name that a client gave to a media item, and its scope."""
+    """A client's uuid for a media item, and the scope in which it is valid."""
 
     modality: str
     uuid: str
@@ -226,7 +226,7 @@ def encode_call(call: Call) -> bytes:
 
 
 def brings_tensors(prompt: EnginePrompt) -> bool:
-    """Return whether a client has sent tensors with a prompt, which are copied to be sent."""
+    """Return whether a client sent tensors with a prompt, so that writing it copies much data."""
     has_embeds = any(isinstance(item.media, PrecomputedEmbeds) for item in prompt.media)
     return prompt.rendered is not None or has_embeds
 
@@ -239,7 +239,7 @@ def has_tensors(call: Call) -> bool:
 
 
 async def run_long(is_long: bool, work: Callable[..., T], *arguments: object) -> T:
-    """Call a function, in a thread if it takes long, since it would block all other requests."""
+    """Call a function, in a thread if `is_long`, because it would block all other requests."""
     return await asyncio.to_thread(work, *arguments) if is_long else work(*arguments)
 
 
@@ -353,7 +353,7 @@ def _read_place(place: Place) -> PlaceholderRange:
 
 
 def write_audio(request_id: str, features: torch.Tensor | None, *, is_last: bool) -> AppendAudio:
-    """Return a message with features [bins, frames], or none."""
+    """Return a message with features [bins, frames], or without any if they are `None`."""
     if features is None:
         return AppendAudio(request_id=request_id, is_last=is_last)
     rows = features.contiguous().numpy()
@@ -374,7 +374,7 @@ def read_audio(message: AppendAudio) -> torch.Tensor | None:
 
 
 def list_uuids(prompt: EnginePrompt) -> tuple[UuidKey, ...]:
-    """Return the names of a prompt's media that the client did not send with it."""
+    """Return the uuids and hashes of media that the client named in a prompt but did not send."""
     scope = prompt.uuid_scope, prompt.cache_salt
     names = [
         UuidKey(item.modality, item.uuid, *scope)
@@ -393,7 +393,7 @@ def list_uuids(prompt: EnginePrompt) -> tuple[UuidKey, ...]:
 
 
 def leave_out_prompt(delta: RequestDelta, *, is_first: bool) -> RequestDelta:
-    """Return output as it is sent: only the first part has the prompt's tokens, maybe 100,000."""
+    """Return output without the prompt's tokens (maybe 100,000), which only the first part has."""
     final = delta.final
     if final is not None:
         final = replace(final, prompt=None, prompt_token_ids=())

@@ -1,9 +1,9 @@
 """The metrics of a cluster: the sums of what all its frontends and engines have counted.
 
 Each process keeps its metrics as on one machine. A frontend that is asked for `/metrics` asks all
-others for their values, and adds them up. Shares are averages over the processes that have them.
-What a cache holds that processes share is that of the process which has most. A process that has
-ended takes its counts with it, as does a server that is restarted.
+other processes for their values, and adds them up. Shares are averages over the processes that have
+them. The contents of a cache that processes share are those of the process that reports most. A
+process that has ended takes its counts with it, as does a server that is restarted.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def encode_samples(source: Collector) -> bytes:
 
 
 class Sums(Collector):
-    """A collector of the sums of what several processes have counted."""
+    """A collector that adds up the metrics of several processes."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         self._parts = [_decoder.decode(part) for part in parts]
@@ -91,8 +91,8 @@ class Sums(Collector):
 def _unite(name: str, labels: Mapping[str, str], given: Sequence[float]) -> float:
     """Return the value of a series for all processes together.
 
-    Every process has all series. One that is always 0 where it means nothing does not lower an
-    average. What several processes share is not added up.
+    Every process has all series, and a share that does not concern a process is always 0 there, so
+    zeros do not lower an average. Values that processes share are not added up.
     """
     if name.endswith(_INFO) or (name in _CONTENTS and labels.get("level") in _SHARED):
         return max(given)

@@ -1,12 +1,12 @@
-"""Decides which replica of an engine serves a request, so that equal media meets its caches.
+"""Decides which replica of an engine serves a request, so that caches are hit for equal media.
 
 Each process that places requests decides alone, and all decide alike, because a replica's rank for
 a key is a hash of both (rendezvous hashing). The first replica in that order is the key's home. If
-one is added or removed, only the keys that it wins or leaves change their home.
+a replica is added or removed, only the keys that it wins or leaves change their home.
 
 A home may be overloaded. Then its keys spill to the replica where this process placed them last, or
-to the next one in the order. A spilled key is processed there once more, and found there when it
-spills again.
+to the next one in the order. The media of a spilled key is processed there once more, and is found
+there when the key spills again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MAX_PLACES = 4  # of a key, the last one first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadLimits:
-    """The load at which a replica's keys go elsewhere.
+    """The load at which a replica's keys go to other replicas.
 
     A replica is full if it has `max_queue` requests. It is overloaded if it has at least
-    `min_queue` requests, and at least `factor` times what the others have on average: with two
-    replicas, an average of both is never less than half of what one has.
+    `min_queue` requests, and at least `factor` times the average of the others. An average of all
+    would not do: with two replicas, it is never less than half of what one has.
     """
 
     max_queue: int = 256
@@ -39,8 +39,8 @@ class LoadLimits:
 class Placement:
     """The placement of requests by keys, and a memory of where keys were placed. Not thread-safe.
 
-    A key names what a request shares with others: its most expensive media item, or the beginning
-    of its text.
+    A key stands for what a request may share with other requests: its most expensive media item, or
+    the beginning of its text.
     """
 
     def __init__(self, limits: LoadLimits | None = None) -> None:
@@ -53,8 +53,7 @@ class Placement:
         """Return all replicas in the order in which they should be tried for a key.
 
         `queues` has the number of requests of each replica. Overloaded ones come last, the shortest
-        queue first. The others are for the case that the first one is gone or full when the request
-        arrives.
+        queue first. Later ones are tried if the first one is gone or full when the request arrives.
         """
         order = rank_replicas(key, queues)
         preferred = [*order[:1], *self._get_places(key, queues), *order[1:]]
@@ -64,7 +63,7 @@ class Placement:
         return [*free, *busy]
 
     def note(self, key: str, replica: str, home: str) -> None:
-        """Record that a request was placed, and where its key would have had its home."""
+        """Record which replica a request was sent to, and which replica is the home of its key."""
         self.num_placed += 1
         self.num_spilled += replica != home
         before = self._places.get(key) or ()
@@ -103,8 +102,8 @@ class Tally:
     """The counts of a deployment's router in this process, for its metrics."""
 
     def __init__(self) -> None:
-        # The ticket of a call -> the replica that Ray was to try first. A caller finds there which
-        # one has not answered.
+        # The ticket of a call -> the replica that Ray was to try first. A caller finds here which
+        # replica has not answered.
         self.tried: LruCache[str, str] = LruCache(_MAX_CALLS)
         self.num_placed = 0
         self.num_spilled = 0  # calls that did not go to the home of their key, because of load

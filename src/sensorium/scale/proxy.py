@@ -1,7 +1,8 @@
-"""Makes Ray's HTTP proxy handle connections and request ids as a server does.
+"""Makes Ray's HTTP proxy handle connections and request ids as `sensorium serve` does.
 
-The proxy is a process of Ray's, which runs an ASGI application with uvicorn. Before, it calls
-`protect`, if the environment variable `VARIABLE` names it. Nothing heavy is imported here.
+The proxy is a process of Ray's, which runs an ASGI application with uvicorn. Before that, it calls
+`protect` if the environment variable `VARIABLE` names this function. Nothing heavy is imported
+here.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ PATH = "sensorium.scale.proxy.protect"
 # Messages of a WebSocket. A microphone sends fifty a second, and 64 KB, at most.
 _MAX_MESSAGES = 2000
 _MESSAGES_PER_S = 200
-_MAX_BYTES = 2**25  # two of the largest
+_MAX_BYTES = 2**25  # two of the largest messages
 _BYTES_PER_S = 2**21
-_CHOSEN = "auto"  # the name of the classes of connections that Ray leaves to uvicorn
+_CHOSEN = "auto"  # the name by which Ray lets uvicorn choose the classes of connections
 
 
 class ProxyHttpProtocol(LimitedHttpProtocol):
@@ -38,8 +39,8 @@ class ProxyWebSocket(LimitedWebSocket):
     """A WebSocket of a proxy, which limits the rate of messages.
 
     The proxy keeps messages until a frontend takes them, however many they are. So each connection
-    has an allowance, and is not read while that is used up. Messages are not compressed, as in a
-    server.
+    has an allowance, and is not read while the allowance is used up. Messages are not compressed,
+    as in a server.
     """
 
     def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
@@ -59,7 +60,7 @@ class ProxyWebSocket(LimitedWebSocket):
 
 
 class RequestIds:
-    """ASGI middleware that gives each request one id, by the rule of a server.
+    """ASGI middleware that gives each request one id, by the same rule as `sensorium serve`.
 
     Ray accepts any id of the client, and fails if that is no UTF-8.
     """

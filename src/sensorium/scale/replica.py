@@ -1,8 +1,8 @@
 """An engine of a cluster: a core with its own media pipeline, as a deployment of Ray Serve.
 
-It answers calls of frontends. All that comes and goes is bytes (`scale.messages`). A file of media
-is loaded only if no cache of this engine has its item, and equal items are processed once at a
-time, as on a server of one machine.
+It answers calls of frontends; calls and answers are bytes (`scale.messages`). A file of media is
+loaded only if no cache of this engine has its item, and an item that several calls need at the same
+time is processed once, as on a server of one machine.
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class EngineReplica:
             self._sync()
 
     async def append_audio(self, message: bytes, *, pinned: str, **_: object) -> bytes:
-        """Receive more audio, and return nothing, or a `Failure` if it is for another engine.
+        """Receive more audio; return empty bytes, or a `Failure` if it is for another engine.
 
-        Ray sends a call for an engine that is gone or is being removed to one that is left. Audio
-        for a request that has ended is dropped.
+        If an engine is gone or is being removed, Ray sends its calls to another one. Audio for a
+        request that has ended is dropped.
         """
         if pinned != self._name:
             lost = EngineLostError("the engine that had the audio is gone: begin a new stream")
@@ -157,7 +157,7 @@ class EngineReplica:
         return await asyncio.to_thread(encode_samples, Files(directory))
 
     async def find(self, uuids: bytes, **_: object) -> str | None:
-        """Return the name of this engine if it has all of these uuids, else None."""
+        """Return the name of this engine if it has all of these uuids, else `None`."""
         bindings = self._app.media_parts.pipeline.uuids
         hasher = self._app.media_parts.pipeline.hasher
         for key in messages.decode_uuids(uuids):
@@ -272,9 +272,9 @@ def _connect(encoders: DeploymentHandle[Any], options: ServeOptions) -> MakeEnco
 
 
 class _LackingFileError(MissingMediaError):
-    """A file is needed that the frontend has not sent.
+    """An error that means that the frontend has not sent a file that is needed.
 
-    Calls that wait for the same item get a copy of this error, even if they brought the file.
+    Other calls that wait for the same item get a copy of this error, even if they brought the file.
     """
 
 

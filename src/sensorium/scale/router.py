@@ -12,7 +12,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-# As a module: Ray sends the class below to other processes with copies of what it refers to.
+# A module, because Ray sends the class below to other processes with copies of what it refers to.
 from sensorium.scale import placement
 from sensorium.utils.lru import LruCache
 
@@ -26,7 +26,7 @@ class MediaAffinityRouter(RequestRouter):
         """Accept the name of the deployment (`deployment`), and the fields of `LoadLimits`."""
         self._tally = placement.get_tally(settings.pop("deployment"))
         self._placement = placement.Placement(placement.LoadLimits(**settings))
-        # Ray's id of a call -> the home of its key. Calls that are never sent leave theirs behind.
+        # Ray's id of a call -> the home of its key. Calls that are never sent leave an entry.
         self._homes: LruCache[str, str] = LruCache(_MAX_CALLS)
 
     async def choose_replicas(

@@ -1,4 +1,4 @@
-"""The process of a remote encoder, from its start to its end."""
+"""The process of a remote encoder: loads a model's encoders, and serves engines over a socket."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class EncoderProcessOptions:
 def run_encoder(options: EncoderProcessOptions) -> None:
     """Load the encoders of a model, and serve engines until SIGINT or SIGTERM.
 
-    Items that are being encoded then are finished; a second signal ends the process at once. Raise
-    a `SensoriumError` if the encoder can't be started, or if it fails.
+    Items that are being encoded at the signal are finished; a second one ends the process at once.
+    Raise a `SensoriumError` if the encoder can't be started, or if it fails.
     """
     has_json = options.log_format == "json"
     announce(f"Sensorium {__version__}: loading the encoders of {options.loading.model}", has_json)
@@ -81,7 +81,7 @@ def run_encoder(options: EncoderProcessOptions) -> None:
     if not has_ended:
         announce("the encoder does not end by itself: its process is ended", has_json)
         sys.stdout.flush()
-        os._exit(0)  # an end in order would take the device away from a thread that uses it
+        os._exit(0)  # a normal exit would release the device while a thread still uses it
 
 
 def _catch_signals() -> threading.Event:

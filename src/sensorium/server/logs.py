@@ -1,4 +1,4 @@
-"""Writes what people read: log lines on stderr, and the announcement of a server's start.
+"""Writes log lines to stderr, and announces the start of a server.
 
 Log lines are text or JSON, and have the name of the process. The announcement is printed on stdout,
 or logged with its values in separate fields if the log is JSON.
@@ -48,8 +48,8 @@ class TextFormatter(logging.Formatter):
 class JsonFormatter(logging.Formatter):
     """A formatter of log records as lines of JSON that contain the name of the process.
 
-    A log call adds members to the JSON object with `extra={"fields": {...}}`. Those with the name
-    of a standard member, such as "time" or "message", are ignored.
+    A log call adds members to the JSON object with `extra={"fields": {...}}`. Members with the name
+    of a standard one, such as "time" or "message", are ignored.
     """
 
     def __init__(self, process: str) -> None:

@@ -1,7 +1,7 @@
 """Finds when each token was said, from the attention of a decoder to the positions of the audio.
 
 Attention is normalised and smoothed, averaged over the alignment heads, and then the monotonic path
-with the most attention is searched. A token's time is where the path enters its row.
+with the most attention is found. A token's time is where the path enters the token's row.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-POSITION_S = 0.02  # seconds of one position of the encoder
+POSITION_S = 0.02  # seconds per encoder position
 
 
 def find_token_times(
@@ -18,7 +18,7 @@ def find_token_times(
     """Return the time of each token in seconds from the beginning of its window.
 
     `attention` is [heads, tokens, positions]. Positions from `num_positions` on are padding. The
-    row of a token is the one in which it was read, so its time is where it ends.
+    row of a token is the step in which the decoder reads it, so its time is where it ends.
     """
     attention = attention[:, :, :num_positions]
     if 0 in attention.shape:
@@ -26,7 +26,7 @@ def find_token_times(
     mean = np.zeros(attention.shape[1:], np.float32)
     for head in attention:
         deviation = head.std(axis=0)
-        # All tokens alike say nothing about a position, and must not divide by zero.
+        # If all tokens attend alike to a position, it says nothing, and must not divide by zero.
         scale = np.where(deviation > 0, deviation, np.inf)
         mean += filter_median((head - head.mean(axis=0)) / scale, median_filter_width)
     rows, columns = find_path(-mean.astype(np.float64) / len(attention))
@@ -57,7 +57,7 @@ def find_path(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return rows and columns of the cheapest monotonic path through a matrix of finite costs.
 
-    It runs from the first to the last cell, right, down or diagonally (dynamic time warping).
+    The path runs from the first to the last cell, right, down or diagonally (dynamic time warping).
     """
     is_diagonal, is_down = _find_steps(cost)
     row, column = cost.shape
@@ -97,7 +97,7 @@ def _find_steps(
         right = last[first:stop]
         comes_diagonally = is_diagonal[number, first:stop]
         comes_down = is_down[number, first:stop]
-        # Of two equal ways, the path takes the one from the left.
+        # If two ways cost the same, the path takes the one from the left.
         np.less(diagonal, np.minimum(down, right), out=comes_diagonally)
         np.less(down, np.minimum(diagonal, right), out=comes_down)
         sums = current[first:stop]

@@ -1,7 +1,7 @@
 """Reads words, segments and their times from the frames of CTC and transducer models.
 
 Such a model gives a table for each piece of audio (see `models.ctc_transducer`). Rules:
-  1. CTC: equal tokens in consecutive frames are one token, and blanks are none.
+  1. CTC: equal tokens in consecutive frames are one token, and blanks are dropped.
   2. Spaces separate words. A word begins with its first token and ends with its last one.
   3. A segment ends with a piece, with a sentence, and before a pause.
   4. The texts of all segments of a piece, joined, are the text of the whole piece.
@@ -27,8 +27,8 @@ Table = npt.NDArray[np.float32]
 Decode = Callable[[Sequence[int]], str]
 _PAUSE_S = 0.8  # as long as a pause between two sentences
 _SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")  # noqa: RUF001 - full-width marks are meant
-# A TDT gives these a time after the word that they belong to. Transformers and NeMo set them back
-# to its end.
+# A TDT model gives these marks a time after the word that they belong to. Transformers and NeMo
+# move them back to the end of the word.
 _MARKS = frozenset("?'¡¿-:,%/.!")
 
 
@@ -64,11 +64,11 @@ class TimedWord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameRules:
-    """The facts about a model that are needed to read its tables."""
+    """The properties of a model that are needed to read its tables."""
 
     head: Head
     blank_id: int
-    rate: int  # samples of a second
+    rate: int  # samples per second
     samples_per_frame: int
     decode: Decode  # the text of tokens without blanks
 

@@ -1,7 +1,7 @@
 """How chat models are asked for a transcript, and how their answers are read.
 
-The texts are those that the authors of a family recommend or use in their own evaluation. A model
-of any other family gets a plain request. Uses no chat template and no tokenizer.
+The texts are those that the authors of a model family recommend or use in their own evaluation. A
+model of any other family gets a plain request. Nothing here uses a chat template or a tokenizer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _read_framed(answer: str) -> Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """The messages with which a family is asked for a transcript."""
+    """The messages with which models of a family are asked for a transcript."""
 
     # In all texts, `{language}` is the English name of the spoken language, `{code}` its code and
     # `{prompt}` the text that the caller gave.
@@ -224,7 +224,7 @@ _INSTRUCTIONS = {  # by `model_type`
         prefill="language {language}<asr_text>",
         read=_read_asr_text,
     ),
-    # Its transcripts have a prompt of their own tokens. This is its chat.
+    # Transcripts have a prompt of special tokens (`MistralTemplate`); this is for translations.
     "voxtral": _DEFAULT,
 }
 _EMBEDDED = Instruction(
@@ -236,7 +236,7 @@ _EMBEDDED = Instruction(
 
 
 def find_instruction(model_type: str, folder: str) -> Instruction:
-    """Return how a model is asked; the name of its checkpoint's folder shows the embedded one."""
+    """Return a model's instruction; the name of its checkpoint's folder shows the embedded one."""
     if folder.startswith(EMBEDDED_MODEL):
         return _EMBEDDED
     return _INSTRUCTIONS.get(model_type, _DEFAULT)

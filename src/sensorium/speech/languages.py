@@ -38,6 +38,6 @@ WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
 
 
 def find_code(language: str) -> str:
-    """Return a language's code, given its name or code in any case; an unknown text is lowered."""
+    """Return a language's code for its name or code in any case, or else the text in lower case."""
     text = language.strip().lower()
     return _CODES.get(text, text)

@@ -14,9 +14,9 @@ class SpeechOptions:
     """The options of one transcript, which hold for every family of speech models."""
 
     task: Task = "transcribe"
-    language: str | None = None  # a code such as "en" or a name such as "english"; None: found
+    language: str | None = None  # a code such as "en" or a name such as "english"; None: detected
     prompt: str = ""  # text that comes before the audio, with names or in the style that is wanted
-    temperature: float | None = None  # None or 0: greedy, and higher ones if the result is bad
+    temperature: float | None = None  # None or 0: greedy, then higher if the result is bad
     # A window is given the text of the window before it (Whisper only). None: as the model says.
     carries_text: bool | None = None
     needs_segments: bool = False  # times of segments are wanted
@@ -27,7 +27,7 @@ class SpeechOptions:
 
 
 def check_audio_alone(options: SpeechOptions) -> None:
-    """Raise a `RequestError` if a model that takes only audio is asked for more."""
+    """Raise a `RequestError` for options that a model without text input can't follow."""
     if options.task != "transcribe":
         raise RequestError("this model does not translate: use transcribe", path=("task",))
     if options.prompt:

@@ -1,4 +1,4 @@
-"""Transcribes long audio in pieces, for models that take a short one at a time.
+"""Transcribes long audio in pieces, for models that take one short piece at a time.
 
 A piece ends where the audio is quiet, so that no word is cut in two. If it has text, it is a
 segment.
@@ -66,7 +66,7 @@ def transcribe_pieces(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceText:
-    """The text of a piece, and the tokens of the result that are the text."""
+    """The text of a piece, and which tokens of the result belong to it."""
 
     text: str  # without white space around it
     kept: Sequence[int]  # indices into the tokens of the result

@@ -26,9 +26,9 @@ class Piece:
 def cut_at_timestamps(
     token_ids: Sequence[int], *, first_timestamp_id: int, num_frames: int
 ) -> tuple[list[Piece], int]:
-    """Return the pieces of a window, and how many frames after it the next window begins.
+    """Return the pieces of a window, and how many frames after its start the next window begins.
 
-    That is never 0, so the windows end. `token_ids` has no end of text, `num_frames` no padding.
+    That number is never 0, so windows end. `token_ids` has no end of text, `num_frames` no padding.
     """
     is_timestamp = [token_id >= first_timestamp_id for token_id in token_ids]
     cuts = [i for i in range(1, len(token_ids)) if is_timestamp[i - 1] and is_timestamp[i]]

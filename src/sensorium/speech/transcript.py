@@ -37,7 +37,7 @@ class Segment:
     text: str
     token_ids: tuple[int, ...] = ()
     temperature: float = 0.0
-    # These three are those of the whole window.
+    # These three values belong to the whole window.
     avg_logprob: float = 0.0
     compression_ratio: float = 0.0
     no_speech_prob: float = 0.0

@@ -40,8 +40,8 @@ _MAX_CARRIED_TEMPERATURE = 0.5
 # a token for each byte, so that a fast speaker says 40 of them in a second.
 _LEAST_ROOM = 64
 _ROOM_PER_S = 50
-_NUM_ATTEMPTS = 6  # at all of the audio, each with as many tokens
-_WINDOW_TOKENS = 64  # a window that is encoded counts as so many
+_NUM_ATTEMPTS = 6  # at all of the audio, each with all of that room
+_WINDOW_TOKENS = 64  # encoding a window counts as so many tokens
 
 
 def transcribe_whisper(
@@ -55,8 +55,8 @@ def transcribe_whisper(
 ) -> Transcription:
     """Return a generator that asks for windows of audio and returns the transcript.
 
-    `num_frames` are without padding. Raise `RequestError` at once if the model lacks the language
-    or the task, or if the prompt has special tokens.
+    `num_frames` does not count padding. Raise `RequestError` at once if the model lacks the
+    language or the task, or if the prompt has special tokens.
     """
     rules = _WhisperRules(
         tokens, tokenizer, num_frames, duration_s, options, settings or WhisperSettings()
@@ -85,7 +85,7 @@ class _Attempt:
 
 
 class _WhisperRules:
-    """The state of one transcript: where the next window begins and what it is given."""
+    """The state of one transcript: where the next window begins, and which text it continues."""
 
     def __init__(
         self,
@@ -192,11 +192,11 @@ class _WhisperRules:
 
     @property
     def _has_spent_all(self) -> bool:
-        """Whether there was too much work for the audio up to the window's end.
+        """Return whether the work so far is too much for the audio up to the window's end.
 
         Then the window is not tried again, and the next one begins where it ends. Otherwise one
         second of audio could have fifty windows with six attempts each, if a model writes times of
-        some hundredths of a second. The room of one window is for a text that never ends.
+        some hundredths of a second. One window's room is added for a text that never ends.
         """
         num_frames = self._seek + self._num_window_frames
         most = self._tokens.max_positions + _NUM_ATTEMPTS * count_room(num_frames)
@@ -216,7 +216,7 @@ class _WhisperRules:
 
     def _list_previous(self) -> tuple[int, ...]:
         """Return the tokens before the transcript of this window."""
-        # Without the text of earlier windows, the caller's prompt alone, as by Transformers.
+        # Without the text of earlier windows, the caller's prompt alone, as in Transformers.
         previous = self._previous if self._carries_previous else self._prompt
         return (self._tokens.previous_id, *previous) if previous else ()
 
@@ -410,7 +410,7 @@ def count_room(num_frames: int) -> int:
 
 
 def list_temperatures(ladder: tuple[float, ...], first: float | None) -> tuple[float, ...]:
-    """Return the temperatures to try: those of the ladder, or from the caller's own one upwards."""
+    """Return the temperatures to try: the ladder, or the caller's `first` and those above it."""
     if not first:
         return ladder
     return (first, *(temperature for temperature in ladder if temperature > first))

@@ -1,7 +1,7 @@
-"""What a Whisper checkpoint says about its tokens, its windows and its thresholds.
+"""The tokens, windows and thresholds of a Whisper checkpoint, read from its config files.
 
 The values come from `generation_config.json` and `config.json`, where Transformers looks for them.
-Old checkpoints lack some of them; the tokenizer then has the tokens.
+Old checkpoints lack some of them; then the tokens are found by the tokenizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sensorium.speech.transcript import Task
 from sensorium.types.errors import ModelError, RequestError
 from sensorium.types.sampling import TokenBans
 
-FRAMES_PER_POSITION = 2  # frames of audio for one position of the encoder
+FRAMES_PER_POSITION = 2  # audio frames per encoder position
 _FIRST_MULTILINGUAL_VOCAB_SIZE = 51_865  # OpenAI's English-only checkpoints have one token less
 _MEDIAN_FILTER_WIDTH = 7
 _TASKS: tuple[Task, ...] = ("transcribe", "translate")
@@ -89,11 +89,11 @@ class WhisperTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhisperSettings:
-    """When the decoding of a window is accepted, and what the next window is given of it.
+    """The thresholds for accepting the text of a window, and whether the next window continues it.
 
     A window is decoded again at the next temperature if its tokens repeat themselves too much or
     are too unlikely. None turns a threshold off. The thresholds are those of OpenAI's code, except
-    for the compression ratio: it is one of token ids, as in Transformers, not one of text.
+    for the compression ratio: it is measured on token ids, as in Transformers, and not on text.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
@@ -137,7 +137,7 @@ def read_whisper_tokens(
     tokenizer: SpeechTokenizer,
     bans: TokenBans,
 ) -> WhisperTokens:
-    """Return what a checkpoint says of its tokens, or raise `ModelError` if some are missing."""
+    """Return the special tokens of a checkpoint, or raise `ModelError` if some are missing."""
     vocab_size = _read_size(config, "vocab_size")
     suppressed = _read_ids(generation_config, config, "suppress_tokens")
     no_timestamps_id = _first(
@@ -252,7 +252,7 @@ def _list_other_specials(tokenizer: SpeechTokenizer) -> list[int]:
 def _read_heads(
     generation_config: Mapping[str, Any], config: Mapping[str, Any]
 ) -> tuple[tuple[int, int], ...]:
-    """Return the alignment heads, by default all of the last half of the layers, as at OpenAI."""
+    """Return the alignment heads; by default all heads in the last half of the layers."""
     num_layers = _read_size(config, "decoder_layers")
     num_heads = _read_size(config, "decoder_attention_heads")
     given = generation_config.get("alignment_heads")

@@ -32,18 +32,18 @@ class WindowRequest:
     # do not hold then.
     allowed: tuple[int, ...] | None = None
     timestamps: TimestampRules | None = None
-    # Of this token, the probability right after the prompt's token at an index is wanted.
+    # The result has this token's probability right after the prompt's token at this index.
     scored_token: tuple[int, int] | None = None  # (index in the prompt, token id)
     # Nothing is decoded: the prompt holds the whole text, and the result has its alignment.
     needs_alignment: bool = False
     # Nothing is decoded: the result has what a model without a decoder has found in the window.
     needs_frames: bool = False
-    # Requests that come next whatever this one's result is, so that they may run in parallel.
+    # Requests that come next whatever the result of this one is, so that they may run in parallel.
     following: tuple[WindowRequest, ...] = field(default=(), compare=False)
 
 
 def look_ahead(requests: Sequence[WindowRequest]) -> list[WindowRequest]:
-    """Return windows that do not depend on each other, each with some that may run with it."""
+    """Return independent windows, each with the next few windows as its `following`."""
     return [
         replace(request, following=tuple(requests[index + 1 : index + 1 + _NUM_AHEAD]))
         for index, request in enumerate(requests)
@@ -58,8 +58,8 @@ class WindowResult:
     logprobs: tuple[float, ...] = ()  # after all rules, before the temperature
     prompt_token_ids: Sequence[int] = ()  # with the placeholders of the audio, if it has any
     scored_probability: float | None = None
-    # The attention of the prompt's tokens to the positions of the window, for each of the heads
-    # that align: float32 [heads, tokens, positions].
+    # The attention of the prompt's tokens to the positions of the window, for each alignment head:
+    # float32 [heads, tokens, positions].
     alignment: npt.NDArray[np.float32] | None = None
     # The table of a CTC/transducer model, one of those that `models.ctc_transducer` explains.
     frames: npt.NDArray[np.float32] | None = None

@@ -1,4 +1,4 @@
-"""Groups the tokens of a text into words, for which a reader expects times."""
+"""Groups the tokens of a text into words, for which times are found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split_words(
 ) -> list[TokenSpan]:
     """Return the words of a text in order, each with its spaces and punctuation."""
     spans = _split_characters(token_ids, decode)
-    if language not in WITHOUT_SPACES:  # else the smallest whole characters are the words
+    if language not in WITHOUT_SPACES:  # else each such run of tokens is a word
         spans = _join_to_words(spans)
     return _join_punctuation(spans)
 

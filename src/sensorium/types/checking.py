@@ -1,8 +1,8 @@
 """Checks values from outside against a type, and names the first mistake by its path.
 
-msgspec converts and checks. This module adds what it leaves out: `1.0` is an integer, as JSON has
-one kind of number; the key of a mapping is a part of the path; and messages are plain words. A
-correct value costs nothing extra: the additions begin where msgspec has refused a value.
+msgspec converts and checks. This module adds three things: `1.0` is accepted as an integer, because
+JSON has one kind of number; the path of a mistake has the keys of mappings; and messages are in
+plain words. A correct value costs no extra time: this code runs after msgspec has refused a value.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check(value: Any, kind: type[_Checked]) -> _Checked:
 
 
 def _with_integers(value: Any, hint: Any) -> Any:
-    """Return a copy of a value with integers for whole floats where its type allows no floats."""
+    """Return a copy of a value in which whole floats are integers where `hint` allows no floats."""
     if isinstance(value, float):
         kinds = set(_list_members(hint))
         is_wanted = int in kinds and float not in kinds and value.is_integer()
@@ -84,7 +84,7 @@ def _list_members(hint: Any) -> list[Any]:
 
 
 def _choose_member(value: Any, hint: Any) -> Any:
-    """Return the first type of a union that a list or dictionary can have, or `None`."""
+    """Return the first type in `hint` that fits the list or dictionary `value`, or `None`."""
     for member in _list_members(hint):
         origin = get_origin(member)
         if isinstance(value, list) and origin in (list, tuple):
@@ -101,7 +101,7 @@ def _get_hints(struct: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _find_unknown(value: Any, hint: Any) -> FieldPath | None:
-    """Return the path of the first unknown field of a struct that forbids them, or `None`."""
+    """Return the path of the first unknown field in a struct that forbids these, or `None`."""
     member = _choose_member(value, hint)
     if member is None:
         return None

@@ -1,8 +1,8 @@
-"""The errors, sorted by who has to change something so that they don't happen again.
+"""The exceptions of Sensorium, sorted by who has to act: the caller, or us (server and developers).
 
 SensoriumError
 ├── RequestError     the caller: the request can't be served as it is (HTTP 4xx)
-│   ├── MediaFetchError    the caller or its host: the media can't be had (HTTP 422)
+│   ├── MediaFetchError    the caller or its host: the media can't be fetched (HTTP 422)
 │   ├── MissingMediaError  the caller: media that was left out is in no cache (HTTP 409)
 │   ├── UnknownFieldError  the caller: the request has a field that does not exist (HTTP 400)
 │   ├── FailedRequestError us: a step of the engine, or the work on an item, failed (HTTP 500)
@@ -13,10 +13,10 @@ SensoriumError
 │   └── StoppingError      us: the server is stopping (HTTP 503)
 └── InvariantError   us: a bug
 
-A `RequestError` carries the path of the field that is wrong. Code that looks at one field raises
-without a path, or with the steps below that field; code that descends into a field wraps the call
-with `at`, which puts the field's own steps before them. So messages don't contain paths, and no
-reader has to find a path in a message.
+A `RequestError` carries the path of the field that is wrong. Code that checks one field raises
+without a path, or with the steps from that field down; code that descends into a field wraps the
+call with `at`, which puts the field's own steps in front. So the path is separate from the message,
+and no code has to parse a message for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RequestError(SensoriumError):
     because raising adds to the traceback, and `at` adds to the path.
     """
 
-    # The outputs of all prompts of a call of `LLM.generate`, so that none is lost with the error.
+    # The outputs of all prompts in the failed call of `LLM.generate`, so that those of the prompts
+    # without an error are not lost.
     outputs: tuple[object, ...] = ()
 
     def __init__(self, message: str, path: Iterable[str | int] = ()) -> None:
@@ -89,7 +90,7 @@ class at:  # noqa: N801 - reads as a word: `with at("messages", 0):`
 
 
 def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_Read]:
-    """Return `read(entry)` for each entry; an error has the entry's index in front of its path."""
+    """Return `read(entry)` for each entry; a `RequestError` gets the entry's index in its path."""
     results = []
     for index, entry in enumerate(entries):
         with at(index):
@@ -99,7 +100,7 @@ def map_at(read: Callable[[_Given], _Read], entries: Iterable[_Given]) -> list[_
 
 def format_path(path: Iterable[str | int]) -> str:
     """Return the path of a field as text, such as `messages[0].content[1].image_url`."""
-    most = _MAX_PATH_LENGTH  # also of each step: a client chooses how long they are
+    most = _MAX_PATH_LENGTH  # also the limit for each step, because a client may choose its length
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step[:most]}" for step in path)
     return text.removeprefix(".")[:_MAX_PATH_LENGTH]
 
@@ -166,13 +167,13 @@ class EngineLostError(CapacityError):
 class EncoderLostError(CapacityError):
     """An error that is raised when the remote encoder can't be reached.
 
-    It may be started again, so the same request may succeed later. The engine itself is not lost,
-    so another engine with the same encoder would not help.
+    The encoder may be started again, so the same request may succeed later. The engine itself is
+    not lost, so another engine with the same encoder would not help.
     """
 
 
 class StoppingError(CapacityError):
-    """An error that is raised while the server shuts down; another one may serve the request."""
+    """An error that is raised while the server shuts down; another server may serve the request."""
 
 
 class InvariantError(SensoriumError):

@@ -1,7 +1,8 @@
-"""The model families that are known and tested, as plain facts.
+"""The model families (models of one architecture) that are supported and tested, with their facts.
 
-Free of torch, so that the command line can list them at once. The code that some families need is
-found by `model_type` in `models.families` and `multimodal.processing.processor`.
+This module does not import torch, so that the command line can list the families at once. Code for
+single families is looked up by `model_type` in `models.families` and
+`multimodal.processing.processor`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ class Family:
 
     model_type: str  # as in the checkpoint's config
     name: str
-    modalities: tuple[str, ...] = ()  # what it takes besides text
+    modalities: tuple[str, ...] = ()  # of the media that it takes in addition to text
     _: KW_ONLY
-    # Modalities that take nothing but embeddings in a prompt, so that they may be sent precomputed.
+    # Modalities that a client may send as precomputed embeddings: only their number matters.
     embeds: tuple[str, ...] = ()
     own_code: tuple[str, ...] = ()  # folders with code for this family alone
     special: str = ""
-    limits: str = ""  # what a user may run into
+    limits: str = ""  # limitations that a user may meet
 
 
 _IMAGE = ("image",)

@@ -1,4 +1,4 @@
-"""What a model is, decided once from its config, so that no other code has to find it out."""
+"""The kind of a model: how it decodes and where its media stands, decided once from its config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Decoder = Literal["causal", "cross", "none"]
 # Where media stands: in place of tokens of the prompt, outside of it, or a part of it at each
 # position.
 MediaPlace = Literal["in_prompt", "outside", "each_position"]
-# What a model can be asked to do, in the words of `/v1/models`.
+# The tasks that a model may have, by their names in `/v1/models`.
 Task = Literal["chat", "completions", "transcription", "translation", "realtime"]
 
 # In the order of `/v1/models`.
@@ -21,26 +21,26 @@ PROMPT_TASKS: frozenset[Task] = frozenset({"chat", "completions"})
 
 
 class ModelKind(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model decodes, and where its media stands."""
+    """The kind of a model: its decoder, and the place of its media."""
 
     decoder: Decoder = "causal"
     media: MediaPlace = "in_prompt"
 
     @property
     def takes_prompts(self) -> bool:
-        """Return whether it answers prompts; a streaming model answers audio with its text."""
+        """Return True if the model answers prompts; a streaming model answers a prompt of audio."""
         return self.media != "outside"
 
     @property
     def is_streaming(self) -> bool:
-        """Return whether it can take audio that is still arriving."""
+        """Return True if the model can take audio that is still arriving."""
         return self.media == "each_position"
 
     @property
     def has_kept_encodings(self) -> bool:
-        """Return whether the encoder outputs of whole items can be kept and used again."""
-        # A model without a decoder makes text of its audio at once, and the audio of a streaming
-        # model is not whole.
+        """Return True if the encoder outputs of whole items can be cached and used again."""
+        # A model without a decoder turns audio into text at once, and the audio of a streaming
+        # model may not be complete.
         return self.decoder != "none" and not self.is_streaming
 
 

@@ -1,7 +1,7 @@
-"""Media items of a request: their places in the prompt, their names, and how they reach the core.
+"""Media items of a request: their places in the prompt, their hashes, and how the core gets them.
 
-A request is sent to the core as metadata, with a `Transfer` that has the items' tensors, references
-to shared memory, or nothing. The core may answer with `MissingItems`.
+A request is sent to the core as metadata, with a `Transfer` that has for each item its tensors, a
+reference to shared memory, or nothing. The core may answer with `MissingItems`.
 
 Ranges are half-open. Everything that is needed in each step costs O(1), or O(log n) in the number
 of items of a request.
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 # name of a model's argument -> tensor, as the processor returned them for one item.
 MultiModalKwargsItem = Mapping[str, "torch.Tensor"]
-# The name of the only tensor of an item that came as the output of an encoder.
+# The name of the only tensor of an item that a client sent as precomputed embeddings.
 PRECOMPUTED = "embeds"
 # The name of the tensor with the output of our own encoder, in an item that needs no encoding. The
 # item may also have its small tensors, because positions depend on them.
 ENCODED = "encoder_output"
 TIERS = ("disk", "remote")  # where copies of media are kept that outlive the process
-# What became of an item that was meant for the remote encoder: the encoder encoded it or found it
-# bad; or the encoder could not be reached, and the engine took it over or the request failed.
+# The outcomes of an item for the remote encoder: the encoder encoded it, or refused it as bad; or
+# the encoder had no room or could not be reached, and the engine encoded it, or the request failed.
 REMOTE_ENCODER_OUTCOMES = ("encoded", "refused", "fallback", "failed")
 MODALITIES = ("image", "video", "audio")
-HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # that may name media by content
+HASH_ALGORITHMS = ("sha256", "blake3", "sha512")  # for the hashes of media
 # The stages of one media item, in their order. In `wait` another request was processing it, in
 # `load` it was looked for in a tier that outlives the process, and in `apart` a remote encoder
 # decoded, processed and encoded it.
@@ -52,7 +52,7 @@ class PlaceholderRange:
     # The next two are derived: neither compared nor sent.
     end: int = field(init=False, compare=False, repr=False)
     # embeds_cumsum[i] = number of embeddings among the first i + 1 positions. A list, because the
-    # scheduler asks in every step and indexing a tensor costs microseconds.
+    # scheduler reads it in every step and indexing a tensor costs microseconds.
     embeds_cumsum: list[int] | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -81,9 +81,9 @@ class PlaceholderRange:
         return self.embeds_cumsum[-1] if self.embeds_cumsum else 0
 
     def get_embeds_indices_in_range(self, start: int, end: int) -> tuple[int, int]:
-        """Return which of the item's embeddings belong to the positions from `start` to `end`.
+        """Return the range of the item's embeddings for the positions from `start` to `end`.
 
-        The positions are relative to `offset`, and the result is a range of the encoder's output.
+        The positions are relative to `offset`. The result indexes the encoder's output.
         """
         cumsum = self.embeds_cumsum
         if cumsum is None:
@@ -130,7 +130,7 @@ class ItemLayout:
 
     text: str
     token_id: int  # the token in the text that stands for one embedding
-    num_embeds: int  # how often it occurs in the text
+    num_embeds: int  # how often this token occurs in the text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ class ProcessedItem:
     modality: str
     mm_hash: str
     kwargs: MultiModalKwargsItem
-    layout: ItemLayout | None  # None: it came with a prompt that was already expanded
+    layout: ItemLayout | None  # None: the item came with a prompt that was already expanded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +150,8 @@ class MultiModalFeatureSpec:
     modality: str
     mm_hash: str
     mm_position: PlaceholderRange
-    # Whether this engine has made the hash of the item's content, so that equal hashes mean equal
-    # tensors for ever. A caller that sends tensors under a hash of its own may err.
+    # True: this engine has hashed the item's content, so that equal hashes always mean equal
+    # tensors. A caller that sends tensors with a hash of its own may use it twice by mistake.
     has_content_hash: bool = False
 
 
@@ -190,10 +190,10 @@ Payload = MultiModalKwargsItem | ShmReference
 class MirrorUpdate:
     """The changes that a frontend orders in the core's mirrored cache: evictions, then inserts."""
 
-    epoch: int  # the id of a life of the core's cache; the core compares it with its own
+    epoch: int  # the id of one life of the core's cache, which a clearing ends
     sequence: int  # the number of this message in that epoch, from 0
     inserts: tuple[str, ...] = ()  # items to keep, with payloads in the same transfer
-    evictions: tuple[str, ...] = ()  # items to forget
+    evictions: tuple[str, ...] = ()  # items to drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar
 from sensorium.types.errors import ModelError
 
 # How a value is written and checked. "texts" is a flag that may be repeated, "names" one flag with
-# several values, "bytes" an integer that may have a unit, "tokens" one that may also be "auto",
-# "counts" a number for each modality.
+# several values, "bytes" an integer that may have a unit, "tokens" an integer or "auto", "counts" a
+# number for each modality.
 Kind = Literal[
     "switch",
     "integer",
@@ -37,12 +37,12 @@ Kind = Literal[
 # The commands that may have a flag for an option.
 SERVE = ("serve", "deploy")
 SERVERS = ("serve", "render", "deploy")
-ONE_MACHINE = ("serve", "render")  # servers that listen themselves
+ONE_MACHINE = ("serve", "render")  # servers that listen on a port themselves, without Ray Serve
 DEPLOY = ("deploy",)
 ENGINES = ("serve", "deploy", "chat", "generate", "transcribe")
 ALL_COMMANDS = ("serve", "render", "deploy", "chat", "generate", "transcribe")
-TOWERS = (*ENGINES, "encode")  # that load weights
-MEDIA_COMMANDS = (*ALL_COMMANDS, "encode")  # that process media
+TOWERS = (*ENGINES, "encode")  # commands that load weights
+MEDIA_COMMANDS = (*ALL_COMMANDS, "encode")  # commands that process media
 _KINDS: dict[type, Kind] = {bool: "switch", int: "integer", float: "number", str: "text"}
 _KEY = "option"
 Group = TypeVar("Group")
@@ -61,11 +61,12 @@ class Option:
     above: float | None = None  # every value must be greater than this one
     most: float | None = None
     choices: tuple[str, ...] = ()
-    synonyms: tuple[tuple[str, str], ...] = ()  # other words on the command line, with the choice
+    # Pairs of another word on the command line, and the choice that it stands for.
+    synonyms: tuple[tuple[str, str], ...] = ()
     metavar: str = ""
     default_text: str = ""  # the default in words, where its value explains nothing
-    server_default: str = ""  # what a server chooses instead, if it does
-    flag: str = ""  # empty: the command line has none
+    server_default: str = ""  # the default of a server, in words, if it has another one
+    flag: str = ""  # empty: the command line has no flag for the option
     unit: int = 1  # what 1 on the command line stands for
     section: str = ""  # the heading under which the flag is listed
     commands: tuple[str, ...] = ()
@@ -107,7 +108,7 @@ class Option:
     def describe_default(self, command: str = "") -> str:
         """Return the default in words, for the documentation or the help text.
 
-        Each `command` may have another default or unit. Without one, the text is for Python.
+        Each `command` may have another default or unit. If it is empty, the text is for Python.
         """
         if self.server_default and command in (*SERVERS, "encode"):
             return self.server_default
@@ -176,13 +177,13 @@ def check_options(group: Any, *, label: str = "") -> None:
 
 
 def make_group(group: type[Group], given: Mapping[str, Any]) -> Group:
-    """Return an instance of the dataclass `group`, made from those values that are its fields."""
+    """Return an instance of the dataclass `group`, made from the values that it has fields for."""
     names = {each.name for each in fields(group)}  # type: ignore[arg-type]
     return group(**{name: value for name, value in given.items() if name in names})
 
 
 def check_names(given: Iterable[str], groups: Iterable[type], *, caller: str) -> None:
-    """Raise a `TypeError` with the nearest field if a name is not a field of any group."""
+    """Raise a `TypeError` that suggests a similar field if a name is not a field of any group."""
     known = [each.name for group in groups for each in fields(group)]
     for name in given:
         if name not in known:
@@ -194,7 +195,7 @@ def check_names(given: Iterable[str], groups: Iterable[type], *, caller: str) ->
 def takes_options(*groups: type) -> Callable[[Function], Function]:
     """Decorate a function so that its signature and help list the fields of dataclasses.
 
-    The function takes them as `**options`; `help` and `inspect.signature` show the fields instead.
+    The function takes the fields as `**options`, but `help` and `inspect.signature` list them.
     """
 
     def decorate(function: Function) -> Function:

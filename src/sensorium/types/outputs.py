@@ -49,25 +49,25 @@ class MediaItemReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """The result of one prompt: its completions, sorted by index, and how they were computed."""
+    """The result of one prompt: its completions, sorted by index, with counts and times."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
-    # None for the first token of the prompt, which nothing predicts, then as in a completion.
+    # As `logprobs` of a completion, but None for the prompt's first token, which nothing predicts.
     prompt_logprobs: tuple[dict[int, Logprob] | None, ...] | None = None
     num_cached_tokens: int = 0  # tokens of the prompt that came from the prefix cache
     num_encoder_hits: int = 0  # items with an encoder output that was in the cache
     encoder_hits: tuple[int, ...] = ()  # the indices of these items
-    encoder_loads: tuple[int, ...] = ()  # of items with one that was computed before, elsewhere
+    encoder_loads: tuple[int, ...] = ()  # indices of items with an encoder output from elsewhere
     # modality -> positions of the prompt that take embeddings of its media
     mm_tokens: Mapping[str, int] = field(default_factory=dict)
     mm_items: tuple[MediaItemReport, ...] = ()
-    results: Results = field(default_factory=dict)  # tensors besides the text, by name
+    results: Results = field(default_factory=dict)  # tensors in addition to the text, by name
     times: CoreTimes | None = None  # of the first completion
-    stages: ItemTimes = field(default_factory=dict)  # of what was done before the core had it
+    stages: ItemTimes = field(default_factory=dict)  # of the work before the core got the request
     error: RequestError | None = None
 
 
@@ -76,8 +76,8 @@ class CompletionDelta:
     """The part of one completion that was generated since the previous delta of a stream."""
 
     index: int
-    # Joined, these are the text of the completion in `final`. It may lag behind `token_ids`: text
-    # comes when nothing that follows can change it.
+    # The texts of all deltas, joined, are the text of the completion in `final`. A text may lag
+    # behind `token_ids`: it is sent once no later token can change it.
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None  # in the last delta of the completion only

@@ -1,4 +1,4 @@
-"""A request: the prompt that a caller gives, what goes into the core, and what comes out of it."""
+"""A request: the caller's prompt, the form in which the core gets it, and the core's outputs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class RenderedPrompt(TypedDict, total=False):
     mm_kwargs: Mapping[str, Sequence[Any]]  # tensors by name, or `None` if they are cached
     # An `ItemLayout`, or `None`. With one, later prompts of text can also use the item.
     mm_layouts: Mapping[str, Sequence[Any]]
-    # The hashes come from another machine. Its items must not replace items that others use, so
-    # they are renamed, unless the engine was configured to trust the hashes.
+    # The hashes come from another machine. Its items must not replace those of other clients, so
+    # they get new hashes, unless the engine was configured to trust the given ones.
     is_external: bool
     cache_salt: str
     uuid_scope: str
@@ -74,10 +74,10 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec:
-    """How a request gets audio that is streamed to it while it runs.
+    """How a request to a streaming model gets its audio, which may arrive while it runs.
 
-    Each position needs the embedding of a part of the audio. `num_received` positions have theirs
-    when the request begins; with `is_open`, more follow.
+    Each position needs the embedding of a part of the audio. `num_received` positions have their
+    embeddings when the request begins; with `is_open`, more follow.
     """
 
     num_delay_tokens: int  # how far the text is behind the audio
@@ -100,13 +100,14 @@ class EngineCoreRequest:
     lora_id: str | None = None
     priority: int = 0  # lower runs first
     completion_index: int = 0  # among the completions of one prompt
-    # Names the call that it belongs to, with other prompts or completions; None if it is alone.
+    # The id of the client's call that it belongs to with other prompts or completions; None if the
+    # call has only this one.
     group: str | None = None
     stream: StreamSpec | None = None  # for streaming models
 
     @property
     def is_live(self) -> bool:
-        """Whether its audio arrives while it runs, so that it can't be computed a second time."""
+        """Whether audio arrives while the request runs, so that it can't be computed again."""
         return self.stream is not None and self.stream.is_open
 
     @property
@@ -122,9 +123,9 @@ class EngineCoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreTimes:
-    """The times at which a request reached each stage in the core, or `None` if it has not.
+    """The times at which a request reached each stage in the core; `None`: it has not reached it.
 
-    They are in seconds of the machine's monotonic clock, which all of its processes share.
+    The times are seconds of the machine's monotonic clock, which all its processes share.
     """
 
     arrived: float
@@ -154,10 +155,10 @@ class TensorResult(msgspec.Struct, frozen=True, array_like=True):
 # Name -> tensor.
 Results = Mapping[str, TensorResult]
 NO_RESULTS: Results = MappingProxyType({})
-# For transcripts, as their `SpeechRules` ask:
+# The names of results for transcripts, which the `SpeechRules` of a request ask for:
 ALIGNMENT = "alignment"  # [heads, tokens of the prompt, positions of the audio]
-SCORED_LOGPROB = "scored_logprob"  # [] of one token at one position of the prompt
-FRAMES = "frames"  # the table of a model without a decoder
+SCORED_LOGPROB = "scored_logprob"  # [], the log-probability of `SpeechRules.scored_token`
+FRAMES = "frames"  # the table of frames from which a CTC/transducer model's text is read
 
 
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -170,12 +171,12 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     results: dict[str, TensorResult] = {}  # with the first token
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None  # the stop token of the caller that ended it
+    stop_token_id: int | None = None  # the caller's stop token that ended the request
     error: ErrorRecord | None = None  # the reason of `FinishReason.ERROR`
     num_cached_tokens: int = 0
     num_encoder_hits: int = 0
     # The next three are set only in the last output, and in each that a stop string may make the
     # last.
     encoder_hits: tuple[int, ...] = ()  # indices of items with an encoder output in the cache
-    encoder_loads: tuple[int, ...] = ()  # of items with one that was computed before, elsewhere
+    encoder_loads: tuple[int, ...] = ()  # indices of items with an encoder output from elsewhere
     times: CoreTimes | None = None

@@ -1,4 +1,4 @@
-"""What a server can't do with the media that its model takes, and why."""
+"""Modalities that a server refuses or limits although its model takes them, with the reasons."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import msgspec
 class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
     """The modalities that a model's trial found to work in part or not at all, with reasons."""
 
-    switched_off: dict[str, str] = {}  # requests with it are refused
-    only_one: dict[str, str] = {}  # a prompt may have one item of it
+    switched_off: dict[str, str] = {}  # modality -> why requests with it are refused
+    only_one: dict[str, str] = {}  # modality -> why a prompt may have only one item of it

@@ -1,4 +1,4 @@
-"""The parameters with which a caller controls how tokens are chosen and when to stop.
+"""The sampling parameters: how tokens are chosen, and when a request stops.
 
 Names are those of OpenAI's API and vLLM. `SamplingParams` is the one declaration of every
 parameter: type, bounds and description. The fields of the HTTP requests and the flags of the
@@ -43,38 +43,39 @@ NO_BANS = TokenBans()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimestampRules:
-    """The rules by which Whisper writes timestamps: tokens from `first_id` on, in order of time.
+    """Whisper's rules for timestamps, which are the tokens from `first_id` on, in order of time.
 
-    Timestamps come in pairs, except right before the end; they never go back; the answer begins
-    with one, of at most `max_initial_index` steps; and one is written if all of them together are
-    likelier than each token of text.
+    Timestamps come in pairs, except right before the end; their times never decrease; the answer
+    begins with a timestamp, of at most `max_initial_index` steps; and a timestamp is chosen if all
+    timestamps together are likelier than each token of text.
     """
 
     first_id: int  # the token of the time 0
-    no_timestamps_id: int  # the token that asks for a text without them, which is never written
+    no_timestamps_id: int  # the token that asks for a text without timestamps; it is never chosen
     eos_token_id: int
     max_initial_index: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechRules:
-    """What a transcript asks of the engine in addition to its sampling parameters.
+    """What the request for a transcript needs in addition to its other sampling parameters.
 
-    With them, log-probabilities are those after all bans, as Whisper's rules need them.
+    A request with these rules gets log-probabilities after all bans, as Whisper's rules need them.
     """
 
     timestamps: TimestampRules | None = None
-    bans: TokenBans | None = None  # in the place of the model's own; None: these hold
-    # The log-probability of a token behind the prompt's token at an index: (index, token id).
+    bans: TokenBans | None = None  # used in place of the model's own bans; None: the model's hold
+    # (index, token id): asks for the log-probability of the token right behind the prompt's token
+    # at the index (`request.SCORED_LOGPROB`).
     scored_token: tuple[int, int] | None = None
-    needs_alignment: bool = False  # the attention of the prompt to its audio
+    needs_alignment: bool = False  # asks for the attention of the prompt to its audio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
     """The defaults for requests from the model's `generation_config.json`.
 
-    A request may override all but the last two; a transcript may have bans of its own.
+    A request may override all except the last two; a transcript may have bans of its own.
     """
 
     temperature: float = 1.0
@@ -103,7 +104,7 @@ class SamplingParams:
     """The sampling parameters of one request: how to choose tokens, and when to stop.
 
     If temperature, top_p, top_k, min_p or repetition_penalty is `None`, the value of the model's
-    generation config is used. Without `do_sample` in that config, this is greedy decoding.
+    generation config is used. If that config does not set `do_sample`, decoding is then greedy.
 
     The model's logits are changed in this order (see `worker.sampling.sampler`): `logit_bias`;
     `repetition_penalty`; `frequency_penalty` and `presence_penalty`; bans (tokens that are not
@@ -327,7 +328,7 @@ def _as_tuple(value: object) -> object:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a value with all numbers of other libraries, such as numpy's, as Python's own."""
+    """Return a value in which the numbers of other libraries, such as numpy, are Python's own."""
     if isinstance(value, tuple):
         return tuple(map(_as_plain, value))
     if isinstance(value, Mapping):

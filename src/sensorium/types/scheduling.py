@@ -1,4 +1,4 @@
-"""The plan of one step, which the worker carries out, and the result that it returns."""
+"""The scheduler's plan of one step for the worker, and the worker's result of that step."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
     # The worker appends them to the request's block tables, which are empty if the request is
     # started in this step. An empty tuple means no new blocks in any group of layers.
     new_block_ids: BlockIds
-    # How many of its last positions choose a token: one if the step computes the last token, which
-    # may be followed by drafts that it verifies. 0: none, because more of its tokens follow.
+    # How many of its last positions choose a token. 0: more of its tokens follow in later steps.
+    # 1: the step computes its last token. More: also drafts behind it, which the step verifies.
     num_sampled: int
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    # The number of the request's run, by which the scheduler tells results of an earlier run.
+    # The unique number of the request's run, by which the scheduler recognises results of an
+    # earlier run, before a preemption.
     run: int = 0
 
 
@@ -49,7 +50,7 @@ class StartedRequest:
 
     request: EngineCoreRequest
     output_token_ids: tuple[int, ...] = ()  # tokens that it had generated before
-    # The model computes it as one of more than `Limits.long_after` tokens, until it stops.
+    # Until it stops, the model computes it as a request of more than `Limits.long_after` tokens.
     is_long: bool = False
     # Its blocks for cross-attention already hold the keys and values of its media.
     has_media: bool = False
@@ -57,7 +58,7 @@ class StartedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOutput:
-    """The plan of a step, which has everything that the worker has to do.
+    """The plan of a step: everything that the worker has to do in it.
 
     The worker first drops the stopped requests and the freed encoder outputs, then adds the started
     requests, then computes the scheduled ones.
@@ -67,7 +68,7 @@ class SchedulerOutput:
     started: tuple[StartedRequest, ...] = ()
     stopped_request_ids: tuple[str, ...] = ()  # finished, aborted or preempted since the last step
     freed_encoder_keys: tuple[str, ...] = ()  # encoder outputs to drop
-    # Requests that forget their first tokens, and how many: the others are renumbered.
+    # (request id, number): the request drops this many first tokens, and renumbers the others.
     dropped_tokens: tuple[tuple[str, int], ...] = ()
     num_scheduled_tokens: int = 0
 
@@ -77,7 +78,7 @@ class SchedulerOutput:
 
     @property
     def has_first_tokens(self) -> bool:
-        """Whether the step chooses a token for a request that did not only decode in it."""
+        """Whether the step prefills a request and also chooses a token for it."""
         if not self.started and self.num_scheduled_tokens == len(self.scheduled):
             return False  # most steps: all requests decode
         started = {entry.request.request_id for entry in self.started}
@@ -106,15 +107,15 @@ class ModelRunnerOutput:
     """The results of a step from the worker: the chosen tokens, and what failed."""
 
     # Request id -> its next tokens: one, or several where drafts were accepted or where a rule
-    # leaves no choice. Of a request with a token due in another step there is one.
+    # leaves no choice. Exactly one if another step that runs meanwhile also chooses a token for it.
     token_ids: Mapping[str, tuple[int, ...]]
-    logprobs: Mapping[str, tuple[TokenLogprobs, ...]]  # request id -> those of its tokens
+    logprobs: Mapping[str, tuple[TokenLogprobs, ...]]  # request id -> one for each of its tokens
     failed_encodes: Mapping[str, str]  # encoder key -> reason
     loaded_encodes: frozenset[str] = frozenset()  # keys of items that needed no encoder
     # request id -> why it was left out of the step, or has no usable result
     failed_requests: Mapping[str, RequestError] = field(default_factory=dict)
-    # request id -> one entry for each token in the step that another prompt token follows, for
-    # requests that ask for them
+    # request id -> one entry for each token of the step with a next token in the prompt, for
+    # requests that ask for these
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     results: Mapping[str, Results] = field(default_factory=dict)  # by request id
     encode_s: float = 0.0  # how long the encoders took, measured by the host
@@ -127,7 +128,7 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheGroup:
-    """A group of model layers that share a block table, as they attend to the same positions."""
+    """A group of layers that share a table of KV blocks: they attend to the same positions."""
 
     num_blocks: int
     window: int | None = None  # how many of the last positions they attend to; None: all

@@ -1,4 +1,4 @@
-"""Arrays that grow, and copies of tensors to a device and back."""
+"""Arrays that grow at their end, and copies between the host and a device."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def to_device(
 ) -> torch.Tensor:
     """Return the tensor on the device and in the dtype, without making the host wait for a copy.
 
-    On its way to a GPU the tensor is copied to pinned memory, because a copy from pageable memory
-    waits for the device. The pinned memory is not reused before the copy is done. The first of
-    these copies changes the dtype, so that a smaller dtype leaves less to be copied.
+    On its way to a GPU the tensor is first copied to pinned memory, because a copy from pageable
+    memory waits for the device. PyTorch does not reuse the pinned memory before the second copy is
+    done. The first copy changes the dtype, so that a smaller dtype leaves less for the second.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device, dtype)
@@ -67,10 +67,9 @@ def to_device(
 
 
 class Download(Generic[Key]):
-    """Copies of tensors that are on their way from the device to the host.
+    """Copies of tensors from the device to the host, which begin at once.
 
-    They begin at once. The host waits in `read`, and only for them: not for later work of the
-    device.
+    The host waits for them in `read`, but not for work that the device gets later.
     """
 
     def __init__(self, tensors: Mapping[Key, torch.Tensor]) -> None:
@@ -87,7 +86,10 @@ class Download(Generic[Key]):
             self._event.record()
 
     def arrives_within(self, seconds: float) -> bool:
-        """Spin for up to this time, and return whether the tensors have arrived; on a CPU False."""
+        """Spin until the tensors have arrived, and return True, or False after `seconds`.
+
+        Without tensors on a GPU, return False at once.
+        """
         if self._event is None:
             return False
         deadline = time.perf_counter() + seconds
@@ -104,9 +106,9 @@ class Download(Generic[Key]):
 
 
 class StagingBuffer:
-    """A buffer that packs the arrays of a step together, for a single copy to the device.
+    """A buffer that joins the arrays of a step, for a single copy to the device.
 
-    It has `num_words` 64-bit words in host memory and on the device, which are kept from step to
+    It has `num_words` 64-bit words in host memory and on the device, which are used again in each
     step, and grow if needed. On a CPU both are the same memory.
     """
 
@@ -139,7 +141,8 @@ class StagingBuffer:
         if num_words > len(self._host):
             self._allocate(2 * num_words)
         if self._copied is not None:
-            # The last copy may not be done: in steps that sample nothing, the host runs ahead.
+            # The last copy may not be done: after a step that samples nothing, the host continues
+            # without waiting for the device.
             self._copied.synchronize()
         words = self._host.numpy()
         tensors = {}

@@ -1,4 +1,4 @@
-"""A mapping of bounded weight that drops its least recently used entries."""
+"""A mapping with a limit on its size or weight, which drops its least recently used entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V = TypeVar("V")
 class LruCache(Generic[K, V]):
     """A thread-safe cache that drops its least recently used entries when it is full.
 
-    The weights of all entries together are at most `capacity`. Without `weigh` each weighs 1.
+    The weights of all entries together are at most `capacity`. Without `weigh` each entry weighs 1.
     """
 
     def __init__(self, capacity: int, weigh: Callable[[K, V], int] | None = None) -> None:
@@ -32,7 +32,7 @@ class LruCache(Generic[K, V]):
         return self._weight
 
     def get(self, key: K) -> V | None:
-        """Return a key's value and make it the most recently used, or return `None` without one."""
+        """Return a key's value, and make it the most recently used; `None` if there is no entry."""
         with self._lock:
             value = self._entries.get(key)
             if value is not None:

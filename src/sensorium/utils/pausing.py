@@ -1,4 +1,4 @@
-"""Work that pauses where it has to wait, so that nothing is held while it waits.
+"""Work that pauses where it has to wait, so that it holds no thread while it waits.
 
 Pausing work is a generator. It yields each future that it has to wait for, is resumed after that
 future has ended, in any thread, and returns its result. Closing it early runs its clean-up.
@@ -29,7 +29,7 @@ def run_through(work: Pausing[T]) -> T:
 
 
 def when_all_end(futures: Iterable[Future[Any]]) -> Future[None]:
-    """Return a future that completes when all of these are done: also with errors, or cancelled."""
+    """Return a future that completes when all `futures` are done, failed or cancelled."""
     all_ended: Future[None] = Future()
     lock = threading.Lock()
     left = list(futures)

@@ -1,4 +1,4 @@
-"""Makes text harmless to a terminal: names of files, and what models or servers say."""
+"""Makes text from files, models and servers harmless to a terminal."""
 
 from __future__ import annotations
 

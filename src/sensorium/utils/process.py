@@ -1,9 +1,8 @@
-"""Reports what others must allow for in a process: loading, and long work without progress.
+"""Reports the steps of loading a model, and long work without a sign of progress.
 
-The steps of loading a model are reported for a command to show. A compiler of kernels may take
-minutes without a sign of progress, so such work is announced before it begins. The code that
-watches a process for stalls registers a listener once, at the start; a process that is not watched
-has none.
+The steps of loading are reported for a command to show. A compiler of kernels may take minutes
+without a sign of progress, so such work is announced before it begins. The code that watches this
+process for stalls registers a listener once, at the start. A process that is not watched has none.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ def report_step(words: str) -> None:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Turn off garbage collection in the `with` block, and for ever for what exists at its end.
+    """Turn off garbage collection in the `with` block, and for good for its objects (`gc.freeze`).
 
     Importing torch and Transformers creates so many objects that the collector takes a seventh of
-    the time. Later a full collection would stop the process for a quarter of a second.
+    the time. Later a full collection of them would stop the process for a quarter of a second.
     """
     gc.disable()
     try:

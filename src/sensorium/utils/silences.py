@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 Samples = npt.NDArray[np.float32]
-_QUIET_S = 0.2  # the length of the quiet place that is looked for
+_QUIET_S = 0.2  # the length of a quiet place
 _STEP_S = 0.02
 _SEARCHED = 1 / 3  # the last part of a piece, in which it may end
 
@@ -14,7 +14,7 @@ _SEARCHED = 1 / 3  # the last part of a piece, in which it may end
 def find_cuts(samples: Samples, rate: int, *, max_s: float) -> list[tuple[int, int]]:
     """Return the pieces [start, end) of audio, in samples, each of at most `max_s` seconds.
 
-    A piece of the greatest length ends in the middle of the quietest place of its last third.
+    A piece is cut in the middle of the quietest place in the last third of the `max_s` seconds.
     """
     most, pieces, start = int(max_s * rate), [], 0
     while len(samples) - start > most:

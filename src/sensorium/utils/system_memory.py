@@ -14,7 +14,7 @@ class _Version(NamedTuple):
     folder: str  # below the mount; also the name of the controller
     limit: str
     use: str
-    given_back: tuple[str, ...]  # the part of the use that the system takes back when it is needed
+    given_back: tuple[str, ...]  # the parts of the use that the system can take back (page cache)
 
 
 _VERSIONS = (
@@ -33,8 +33,8 @@ def get_free_system_bytes(
 ) -> int:
     """Return how many bytes of memory this process can still get.
 
-    It is the memory that the machine has available, or less if the limit of a control group that
-    contains the process leaves less.
+    It is the memory that the machine has available, or less if a control group that contains the
+    process has less left below its limit.
     """
     return min([_get_available_bytes(proc), *_get_cgroup_rooms(proc, cgroups)])
 

@@ -1,8 +1,8 @@
 """Computes alignments and scores for transcripts, in addition to the next token.
 
 An alignment is the attention of a prompt's tokens to the audio, in the model's heads that align
-text with audio. A score is the log-probability of one token somewhere in a prompt. A prompt may
-take several steps, so its request keeps what is found until its first token is chosen.
+text with audio. A score is the log-probability of one token at one place of a prompt. A prompt may
+take several steps, so `RequestState` keeps these results until the first output token is chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepResults:
         self._download = Download(tensors)
 
     def read(self) -> dict[str, dict[str, TensorResult]]:
-        """Return the results by request id; this waits for the device if need be."""
+        """Wait for the device if necessary, and return the results by request id."""
         found: dict[str, dict[str, TensorResult]] = {}
         for (request_id, name), tensor in self._download.read().items():
             values = tensor.float().numpy()
@@ -51,7 +51,7 @@ class Aligner:
         self._observed: Sequence[int] = ()
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Note the requests of a step before it is computed."""
+        """Record the requests of a step before the step is computed."""
         self._rows = rows
         self._observed = [
             index
@@ -60,7 +60,7 @@ class Aligner:
         ]
 
     def get_observed(self, layer_index: int) -> Sequence[int]:
-        """Return the rows of the step with tokens that are observed in a layer."""
+        """Return the indices of the rows for which this layer's attention is to be kept."""
         return self._observed if layer_index in self._heads else ()
 
     def observe(
@@ -79,7 +79,7 @@ class Aligner:
         state.attention.setdefault(layer_index, []).append(weights)
 
     def finish(self, hidden: torch.Tensor) -> StepResults:
-        """Score tokens by the hidden states [N, width] of a step, and return what is complete."""
+        """Score tokens from a step's hidden states [N, width], and return the complete results."""
         self._score(hidden)
         tensors: dict[tuple[str, str], torch.Tensor] = {}
         for scheduled, state in self._rows:

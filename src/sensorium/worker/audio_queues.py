@@ -1,7 +1,7 @@
-"""Keeps the streaming audio of requests, and encodes what is new of it.
+"""Keeps the streaming audio of requests, and encodes its new parts.
 
 Features are dropped as soon as they are encoded, and embeddings as soon as a step has used them. So
-what is kept of an audio stream does not grow with its length.
+the memory for an audio stream does not grow with its length.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AudioQueue:
         self._embeds = embeds if self._embeds is None else torch.cat((self._embeds, embeds))
 
     def take(self, start: int, end: int) -> torch.Tensor:
-        """Return the embeddings of the positions [start, end), and forget those before `start`."""
+        """Return the embeddings of the positions [start, end), and drop those before `start`."""
         if self._embeds is None:
             raise RequestError("the audio has not arrived yet")
         self._embeds = self._embeds[start - self._start :]
@@ -67,11 +67,11 @@ class AudioQueue:
 def encode_audios(
     hf_model: StreamingModel, wanted: Mapping[str, tuple[AudioQueue, int]]
 ) -> dict[str, RequestError]:
-    """Encode audio of requests until all positions before an end have their embeddings.
+    """Encode the audio of requests up to the position that each of them needs in a step.
 
-    `wanted` has each request's queue and that end. Parts with as many frames and as long a memory
-    are encoded together. Return the errors of requests with audio that can't be encoded; only these
-    fail.
+    `wanted` has the queue and the exclusive end of the positions, by request id. Parts with equally
+    many frames, and with encoder states of equal length, are encoded together. Return the errors by
+    request id: only requests with audio that can't be encoded fail.
     """
     failed: dict[str, RequestError] = {}
     while True:
@@ -90,7 +90,7 @@ def encode_audios(
 def _encode_batch(
     hf_model: StreamingModel, batch: Sequence[tuple[str, AudioQueue, torch.Tensor]]
 ) -> dict[str, RequestError]:
-    """Encode audio together, and if that fails, one by one. Return the errors of requests."""
+    """Encode a batch of audio, or each part alone if that fails; return errors by request id."""
     try:
         memories = [queue.memory for _, queue, _ in batch]
         embeds = hf_model.encode_parts(memories, [features for *_, features in batch])

@@ -1,7 +1,7 @@
 """Runs steps of CTC/transducer models, which only encode.
 
-The encoder's output of an audio item is all that such a model gives. A scheduled request gets it,
-with a token that ends the request. No keys and values are kept, and nothing is sampled.
+The encoder's output for an audio item is the whole result. A scheduled request gets this output and
+a token that ends the request. No keys and values are kept, and nothing is sampled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sensorium.worker.request_states import RequestState
 
 
 class CtcTransducerRunner(ModelRunner):
-    """A runner of CTC/transducer models, with the requests and encoders of other models."""
+    """A `ModelRunner` for CTC/transducer models, which handles requests and runs encoders only."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class CtcTransducerRunner(ModelRunner):
         )
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Prepare a new request, or raise `RequestError` if it asks how tokens are chosen."""
+        """Prepare a new request, or raise `RequestError` if it has `logprobs` or a grammar."""
         # The answer would lack what was asked for, because no token is chosen.
         for name in ("logprobs", "structured_outputs"):
             if getattr(request.sampling_params, name) is not None:
@@ -64,7 +64,7 @@ class CtcTransducerRunner(ModelRunner):
         return None
 
     def _run(self, rows: Sequence[Row], step: LaunchedStep) -> LaunchedStep:
-        """Begin to copy what was found in the audio of the scheduled requests to the host."""
+        """Begin to copy the encoder outputs of the scheduled requests to the host."""
         tables = {
             (entry.request_id, FRAMES): self.encoder_cache[state.get_encoder_key(0)]
             for entry, state in rows

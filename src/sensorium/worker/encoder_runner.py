@@ -1,7 +1,7 @@
 """Runs the encoders for the items of a step, in batches across requests, and holds their outputs.
 
 The core decides when an output is kept and when it is dropped. An item that can't be encoded fails
-alone: the others of its batch are encoded one by one.
+alone: the other items of its batch are encoded one by one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EncoderCache:
         return len(self._embeds)
 
     def add(self, key: str, embeds: torch.Tensor) -> None:
-        """Store the embeddings [num_embeds, width] of a media item, and copy them if need be."""
+        """Store the embeddings [num_embeds, width] of a media item; a view is copied."""
         # A view of a larger tensor would keep the whole one in memory.
         num_bytes = embeds.numel() * embeds.element_size()
         is_whole = embeds.is_contiguous() and embeds.untyped_storage().nbytes() == num_bytes
@@ -73,15 +73,15 @@ class EncoderJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """What became of the media items that a step had to encode."""
+    """The result of encoding the media items of a step."""
 
     failed: Mapping[str, str] = field(default_factory=dict)  # encoder key -> reason
     loaded: frozenset[str] = frozenset()  # keys of items for which no encoder was run
-    seconds: float = 0.0  # how long it took, by the host's clock
+    seconds: float = 0.0  # of encoding, by the host's clock
 
 
 class EncoderStore(Protocol):
-    """A place for encoder outputs that the cache has no room for, by `mm_hash`."""
+    """An interface of stores that keep encoder outputs beyond the cache, by `mm_hash`."""
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None: ...
 
@@ -111,7 +111,7 @@ class EncoderRunner:
     def run(self, jobs: Sequence[EncoderJob]) -> Encoded:
         """Encode media items, and store their embeddings in the cache.
 
-        If there are any, it waits for the device, so the time includes the device's work.
+        If there are items, this waits for the device, so the time includes the device's work.
         """
         if not jobs:
             return Encoded()
@@ -126,7 +126,7 @@ class EncoderRunner:
         return Encoded(failed=failed, loaded=loaded, seconds=time.monotonic() - began)
 
     def _load(self, job: EncoderJob) -> bool:
-        """Take embeddings that were computed before, and return whether there were any that fit."""
+        """Store the embeddings that an item arrived with; return whether it has any that fit."""
         embeds = job.item.get(ENCODED)
         if embeds is None or len(embeds) != job.feature.mm_position.get_num_embeds():
             return False
@@ -134,7 +134,7 @@ class EncoderRunner:
         return True
 
     def _get_store(self, job: EncoderJob) -> EncoderStore | None:
-        """Return the store, if the output of this item's encoder belongs there."""
+        """Return the store if it may keep this item's encoder output, or else None."""
         is_own = job.feature.has_content_hash and PRECOMPUTED not in job.item
         return self.store if is_own else None
 
@@ -201,7 +201,7 @@ class EncoderRunner:
         return encode(modality, items, num_embeds)
 
     def _take_embeds(self, embeds: torch.Tensor, num_expected: int) -> torch.Tensor:
-        """Return a copy of precomputed embeddings: a cache may use the item's memory again."""
+        """Return a copy of precomputed embeddings, because a cache may reuse the item's memory."""
         if len(embeds) != num_expected:
             raise RequestError(
                 f"the encoder made {len(embeds)} embeddings for an item that has {num_expected} "
@@ -217,6 +217,6 @@ def _explain(job: EncoderJob, reason: str) -> str:
 def _get_shapes(item: MultiModalKwargsItem) -> Hashable:
     """Return a key that is equal for media items that can be encoded together without padding.
 
-    With padding, an item's embeddings would depend on the others if the encoder has no mask.
+    With padding, an item's embeddings would depend on other items if the encoder has no mask.
     """
     return tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(item.items()))

@@ -1,9 +1,9 @@
 """Follows the grammars of requests: which tokens may come next, and when an answer is complete.
 
-Owns a matcher for each request that has `structured_outputs`: the position of its output in the
-grammar. Threads begin to compile a grammar when its request arrives, and to fill a mask when the
-token before it is chosen, while the model computes. A step waits for masks for a short time only.
-If the mask of a request is late, only that request gets no token in this step.
+Owns a matcher for each request that has `structured_outputs`: it tracks the place of the output in
+the grammar. Threads compile a grammar when its request arrives, and fill a mask when the token
+before it is chosen, while the model computes. A step waits for masks for a short time only. If the
+mask of a request is late, only that request gets no token in this step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_FILLERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMasks:
-    """The masks of one step, which have the tokens that each request's grammar allows next."""
+    """The masks of one step: the tokens that each request's grammar allows next."""
 
     masks: Mapping[str, Words] = field(default_factory=dict)  # by id of a request with a grammar
     late_ids: frozenset[str] = frozenset()  # requests with masks that are not filled yet
@@ -69,7 +69,7 @@ class _Entry:
         self.is_ready = False
         self.is_late = False  # the last step ran without its mask
         self.jobs: Sequence[Future[None]] = ()  # one of them makes the entry ready
-        # The run of the request that chooses tokens by it. A result of an earlier run is ignored.
+        # The state of the request's present run. Tokens of an earlier run are ignored.
         self.state: RequestState | None = None
 
 
@@ -94,7 +94,7 @@ class GrammarMasks:
 
     def start(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> None:
         """Prepare the grammar of a request that starts to run, or resumes after a preemption."""
-        # A matcher that has consumed another number of tokens is compiled again.
+        # A matcher that has consumed a different number of tokens is made anew.
         entry = self._entries.get(request.request_id)
         if entry is None or entry.num_consumed != len(output_token_ids):
             self.add(request, output_token_ids)
@@ -109,8 +109,8 @@ class GrammarMasks:
     def take(self, states: Sequence[RequestState]) -> StepMasks:
         """Return the masks of the requests that choose a token in this step.
 
-        It waits up to `MAX_WAIT_S` seconds for masks. If a mask was late in the last step, it waits
-        only if all requests of this step have a grammar, so that it delays no others.
+        It waits up to `MAX_WAIT_S` seconds for masks. For a mask that was late in the last step it
+        waits only if all requests of this step have a grammar, so that no other request is delayed.
         """
         entries = self._find(states)
         if not entries:
@@ -168,7 +168,7 @@ class GrammarMasks:
     def _begin(self, entries: Sequence[_Entry]) -> None:
         """Start threads that fill the next masks of these requests.
 
-        Each thread takes the next request of a queue when it is free: a slow mask delays no others.
+        A thread takes the next request of a queue when it is free: a slow mask delays no others.
         """
         if not entries:
             return

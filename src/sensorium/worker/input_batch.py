@@ -1,6 +1,6 @@
 """Turns the schedule of a step into tensors.
 
-A step is a flat batch of the tokens of all requests. Those that compute one token come first.
+A step is a flat batch of the tokens of all requests. Requests that compute one token come first.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class InputBatch:
     encoder_cache: EncoderCache
     table: RequestTable
     staging: StagingBuffer
-    # For models that take streaming audio: that of all requests, by request id.
+    # For models that take streaming audio: the audio of all requests, by request id.
     audios: Mapping[str, AudioQueue] | None = None
 
     def prepare(self, rows: Sequence[Row], unread: torch.Tensor | None = None) -> StepInputs:
-        """Return a step's inputs. The step before has chosen the tokens `unread` on the device."""
+        """Return a step's inputs; `unread` has the previous step's tokens, still on the device."""
         ordered = tuple(sorted(rows, key=_get_place))
         query_lens = tuple(scheduled.num_new_tokens for scheduled, _ in ordered)
         seq_lens = tuple(_end(scheduled) for scheduled, _ in ordered)
@@ -127,7 +127,7 @@ class InputBatch:
         )
 
     def take_audios(self, rows: Sequence[Row]) -> torch.Tensor | None:
-        """Return the streaming audio's embedding for each token, or `None` for other models."""
+        """Return each token's embedding of streaming audio, or `None` if the model takes none."""
         if self.audios is None:
             return None
         parts = [
@@ -139,7 +139,7 @@ class InputBatch:
     def _gather(
         self, rows: Sequence[Row], starts: IntArray, cross: int | None
     ) -> tuple[IntArray, list[torch.Tensor]]:
-        """Return the embeddings of media that a step needs, and the tokens that get them."""
+        """Return the indices of the tokens that get media embeddings, and these embeddings."""
         audios = self.take_audios(rows)
         if audios is not None:
             return np.arange(starts[-1], dtype=np.int64), [audios]
@@ -254,8 +254,8 @@ class InputBatch:
     def _make_attend_until(self, rows: Sequence[Row], starts: IntArray) -> IntArray | None:
         """Return for each token of the step the exclusive end of the positions it attends to.
 
-        It is the end of its media span with attention in both directions, or else the position
-        after its own. Return `None` if no token of the step belongs to such a span.
+        This is the end of the token's media span with attention in both directions, or else the
+        position after its own. Return `None` if no token of the step belongs to such a span.
         """
         if not self.bidirectional_modalities:
             return None
@@ -290,9 +290,9 @@ def is_decoding(row: Row) -> bool:
 class DecodeColumns:
     """Inputs of the requests of a step that decode one token each, as arrays over the requests."""
 
-    rows: IntArray  # of the requests in the `RequestTable`
+    rows: IntArray  # rows of the requests in the `RequestTable`
     input_ids: IntArray  # any number in place of a token that the host has not read yet
-    index: IntArray  # that of the token among the request's tokens
+    index: IntArray  # of the token among the request's tokens
     positions: IntArray  # [3, requests], with M-RoPE
     slots: tuple[IntArray, ...]  # for each group of layers
 
@@ -331,8 +331,8 @@ def get_gather_slices(
 ) -> list[GatherSlice]:
     """Return which media embeddings replace the prompt tokens `[window_start, window_end)`.
 
-    There is a slice for each item with embeddings there, in order. The time is O(log n) in the
-    number of the request's items, plus the length of the range.
+    There is a slice for each item with embeddings in this range, in order. This takes O(log n) time
+    for n items of the request, plus the length of the range.
     """
     slices = []
     lo, hi = get_mm_features_in_window(features, window_start, window_end)
@@ -392,7 +392,7 @@ def get_partial_blocks(rows: Sequence[Row], group_index: int, block_size: int) -
 
 
 def _get_place(row: Row) -> int:
-    """Return the place of a row in a step's order: first those of one token that decode."""
+    """Return a sort key for a step's rows: decoding ones first, then other single tokens."""
     return 0 if is_decoding(row) else 1 + (row[0].num_new_tokens > 1)
 
 

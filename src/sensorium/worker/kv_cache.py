@@ -18,7 +18,7 @@ _ALIGNMENT = 64  # bytes, the alignment of torch's own allocator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stack:
-    """The tensors of all layers of a group with one shape, so that one call clears a block."""
+    """The joined tensors of a group's layers of one shape, so that one call clears a block."""
 
     group_index: int
     keys: torch.Tensor  # [layers, blocks, block_size, K, D]

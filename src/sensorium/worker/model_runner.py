@@ -65,7 +65,7 @@ class LaunchedStep:
     """A step that the device computes, until `ModelRunner.finish` waits for its results."""
 
     encoded: Encoded
-    failed_requests: Mapping[str, RequestError]  # those that were left out
+    failed_requests: Mapping[str, RequestError]  # requests that were left out
     mode: StepMode | None = None
     scores: PromptScores = NO_SCORES
     results: StepResults = NOTHING_FOUND
@@ -102,7 +102,7 @@ class ModelRunner:
         self._states: dict[str, RequestState] = {}
         self._mrope: dict[str, PromptPositions] = {}  # by request id
         self._failed_before: Mapping[str, str] = {}  # the failed encoder keys of the last step
-        # The tokens that the last step with any has chosen. The host may not have read them yet.
+        # The tokens of the last step that chose any. The host may not have read them yet.
         self._unread: torch.Tensor | None = None
         encode = None if graphs.encoders is None else graphs.encoders.encode
         self.encoder_runner = EncoderRunner(hf_model, self.encoder_cache, encode)
@@ -188,7 +188,7 @@ class ModelRunner:
     @torch.inference_mode()
     @use_ready_kernels()
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """Begin to compute a step as it is planned.
+        """Start to compute a planned step, and return without waiting for its tokens.
 
         On a GPU the host waits only for encoders. So it can plan and launch the next step before it
         calls `finish` for this one. Tokens that are not read yet are passed from one step to the
@@ -304,7 +304,7 @@ class ModelRunner:
     def _find_misfit(self, state: RequestState, mm_index: int) -> str | None:
         """Return why cached embeddings do not fit a media item, or `None` if they fit.
 
-        A hash that a client chose may have stood for another item when they were computed.
+        A hash that a client chose may have stood for another item when it was cached.
         """
         feature = state.request.mm_features[mm_index]
         num_there = len(self.encoder_cache[state.get_encoder_key(mm_index)])
@@ -347,7 +347,7 @@ class ModelRunner:
         logits: torch.Tensor,  # a row for each state
         likeliest: torch.Tensor | None = None,  # by `mark_likeliest`, if a graph has computed it
     ) -> _Choice:
-        """Begin to choose the next token of each request; it gets none if its mask is late."""
+        """Begin to choose the next token of each request; a request with a late mask gets none."""
         masks = self._grammars.take(states)
         rows = [
             state.get_sampling_row(masks.masks.get(state.request.request_id)) for state in states

@@ -27,7 +27,7 @@ class PromptScores:
         self, tensors: Mapping[str, torch.Tensor], spans: Sequence[tuple[str, int, int]]
     ) -> None:
         self._download = Download(tensors)
-        self._spans = spans  # a request id, a number of positions and of top tokens each
+        self._spans = spans  # request id, number of positions, number of top tokens
 
     def read(self) -> dict[str, tuple[TokenLogprobs, ...]]:
         """Return one entry for each position, by request id."""

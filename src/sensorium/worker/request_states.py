@@ -1,6 +1,6 @@
 """Holds what the worker keeps for each running request: tokens, block tables, positions.
 
-The model runner owns it, and changes it by a `SchedulerOutput` and by the tokens it samples.
+The model runner owns these states, and updates them from `SchedulerOutput`s and sampled tokens.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class RequestState:
         self.unread_row = 0  # the last unread token is in this row of the tokens of its step
         self.last_token_id = int(self.token_ids.values[-1])  # of those that were read
         self.failure: RequestError | None = None  # why it has no place in later steps
-        # What a transcript asks for (see `worker.alignment`), until its first token is chosen.
+        # Results for a transcript (see `worker.alignment`), until its first token is chosen.
         self.attention: dict[int, list[torch.Tensor]] = {}  # by the index of a layer
         self.scored_logprob: torch.Tensor | None = None
         # The number of media positions that layers with cross-attention attend to.
@@ -154,7 +154,7 @@ class RequestState:
         return index < len(self.token_ids)
 
     def note_unread(self, row: int) -> None:
-        """Note that a step chooses the next token, and in which row of its tokens that will be."""
+        """Record that a step chooses the next token, in this row of the step's tokens."""
         self.num_unread_tokens += 1
         self.unread_row = row
 

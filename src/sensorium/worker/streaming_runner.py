@@ -61,7 +61,7 @@ class StreamingRunner(ModelRunner):
     def _get_left_out(
         self, scheduled: Sequence[ScheduledRequest], failed: Mapping[str, str]
     ) -> dict[str, RequestError]:
-        del failed  # nothing is in the encoder cache
+        del failed  # streaming audio is never in the encoder cache
         wanted = {
             entry.request_id: (
                 self._audios[entry.request_id],

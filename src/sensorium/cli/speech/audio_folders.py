@@ -1,7 +1,7 @@
-"""Finds the files that `sensorium transcribe` is given, also those in directories.
+"""Finds the files that `sensorium transcribe` gets, including those in directories.
 
-Of a directory, all files below it are taken that have names of audio or video files. What a file
-really is shows when it is decoded, which costs too much for every file of a directory.
+Files below a directory are chosen by their names, because to decode every file, which would show
+what it really is, costs too much.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class FoundAudio:
 def find_audio_files(words: Sequence[str]) -> FoundAudio:
     """Return the files of a command line, and the audio and video files below its directories.
 
-    What is named twice is found once. The files of a directory are in the order of their names,
-    those in it before those in directories below. Hidden files and directories, and links to
-    directories, are not looked at.
+    A file that is named twice is returned once. The files of a directory are sorted by name, and
+    come before those of its subdirectories. Hidden files and directories, and links to directories,
+    are skipped.
     """
     found = FoundAudio()
     for name in dict.fromkeys(words):

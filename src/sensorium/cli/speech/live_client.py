@@ -32,7 +32,7 @@ _TRANSCRIPTION = "conversation.item.input_audio_transcription"
 
 
 class LiveClient:
-    """A client that transcribes streaming audio. `fields` are those of `transcription`."""
+    """A client that transcribes streaming audio; `fields` are the session's `transcription`."""
 
     def __init__(self, url: str, *, key: str | None, fields: Mapping[str, Any]) -> None:
         base = url.rstrip("/").removesuffix("/v1").replace("http", "ws", 1)
@@ -130,7 +130,7 @@ class LiveClient:
 async def _read_chunks(descriptor: int) -> AsyncIterator[bytes]:
     """Yield the bytes of a file or a pipe. Waiting for a pipe can be interrupted."""
     mode = os.fstat(descriptor).st_mode
-    # Others, such as files and /dev/null, are always ready, and can't be waited for.
+    # Other kinds, such as files and /dev/null, are always ready, and can't be waited for.
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(descriptor)):
         while chunk := os.read(descriptor, _CHUNK_BYTES):
             yield chunk

@@ -1,7 +1,7 @@
 """Sends files to the routes for speech of a running server, several at a time.
 
-It runs in an event loop, so that an interruption ends all requests, and with them the work of the
-server.
+The client runs in an event loop, so that an interruption ends all requests, and with them the work
+of the server.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class _Upload:
 
 
 def _prepare(audio: AudioFile) -> _Upload:
-    """Return what is to be sent. What comes through a pipe is read, because it has no length."""
+    """Return the upload of a file. A pipe is read to its end, because its length is unknown."""
     source = audio.get_source()
     if isinstance(source, bytes):
         return _Upload("stdin", source)
@@ -165,7 +165,7 @@ async def _read_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]
 
 
 def _make_error(status: int, content: bytes) -> SensoriumError:
-    """Return the error for a status other than 200, of this file only if the answer blames it."""
+    """Return the error for a status other than 200: a `FileError` if only this file is refused."""
     message, param = f"the server answered with status {status}", None
     with suppress(ValueError, KeyError, TypeError):
         error = json.loads(content)["error"]

@@ -1,8 +1,8 @@
 """The audio files that `sensorium transcribe` reads, and where it writes transcripts.
 
-Text on stdout is written as it comes, in the order of the files: that of a later file waits until
-the earlier ones have ended. On a terminal each segment is a line, and the progress bar stays below
-them. Elsewhere the text is the same as in the server's format "text".
+Text on stdout is written as it comes, in the order of the files: the text of a later file waits
+until the earlier ones have ended. On a terminal each segment is a line, and the progress bar stays
+below them. Elsewhere the text is the same as in the server's format "text".
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AudioFile:
     def get_target(self, form: SpeechFormat) -> str:
         """Return the name of the file for the transcript: `talk.srt` for `talk.mp3`.
 
-        A file of a directory has the same place below it: `day/talk.srt`.
+        The name of a file from a directory keeps its path below that: `day/talk.srt`.
         """
         if self.folder:
             path = Path(self.name).relative_to(self.folder)
@@ -71,7 +71,7 @@ class AudioFile:
 
 
 class TranscriptWriter:
-    """A writer of transcripts in one format, to stdout or to a file for each."""
+    """A writer of transcripts in one format, to stdout or to a file per transcript."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class TranscriptWriter:
             self._write_held()
 
     def finish(self, index: int, content: str) -> None:
-        """Write a file's whole transcript. The file has failed if that can't be written."""
+        """Write a file's whole transcript; if it can't be written, count the file as failed."""
         if self._directory is not None:
             if problem := self._save(self._directory, index, content):
                 self.fail(index, problem)

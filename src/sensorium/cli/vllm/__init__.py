@@ -1,1 +1,1 @@
-"""The flags of `vllm serve` on the command line of servers here."""
+"""The flags of `vllm serve`, on the command line of Sensorium's servers."""

@@ -1,8 +1,8 @@
-"""Accepts the flags of `vllm serve` that servers here don't have, so that command lines still work.
+"""Accepts the flags of `vllm serve` that Sensorium lacks, so that command lines still work.
 
-A flag that would change nothing here is accepted, and a line says so. A flag for what another
-option does here is read as that option. Any other is refused with a sentence that says what there
-is instead.
+A flag that would change nothing is accepted, and a line says so. A flag for which Sensorium has an
+option of another name is read as that option. Any other flag is refused with a sentence that says
+what Sensorium has in its place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ForeignFlag:
 
     @property
     def num_values(self) -> int | str | None:
-        """Return how many values there are, as argparse writes it."""
+        """Return how many values the flag has, in the notation of argparse's `nargs`."""
         if not self.metavar:
             return 0
         return next((n for end, n in _NUM_VALUES.items() if self.metavar.endswith(end)), None)
@@ -119,7 +119,7 @@ FLAGS = (
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """Let a parser accept the flags of vLLM that it lacks; its help does not list them.
 
-    Each adds a sentence about what it does to the list `notes` of the namespace.
+    A flag that is used adds a sentence about what it does to the list `notes` of the namespace.
     """
     own = parser._option_string_actions
     options = {action.dest for action in parser._actions}
@@ -134,7 +134,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Take(argparse.Action):
-    """Reads a flag of vLLM as an option, as nothing, or as an error with a sentence."""
+    """An argparse action that reads a flag of vLLM as an option, ignores it, or refuses it."""
 
     def __init__(self, names: Sequence[str], flag: ForeignFlag) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
-"""The flags of `vllm serve` that servers here don't have, each with its replacement.
+"""The flags of `vllm serve` that Sensorium lacks, each with its replacement.
 
-Flags that are the same in both are declared as options (`types.options`), and those that another
-option stands for are in `cli.vllm.flags`. docs/from-vllm.md is made from both tables.
+Flags that are the same in both are declared as options (`types.options`), and flags that are read
+as another option are in `cli.vllm.flags`. docs/from-vllm.md is made from both tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds an engine: loads the model, finds its layout, plans the memory, connects the parts."""
+"""Builds an engine: plans the memory, loads the model, groups its layers, connects the parts."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Core:
     config: EngineConfig
     hf_model: HfModel
     defaults: GenerationDefaults  # the sampling defaults for requests
-    needs_trial: bool  # whether the model is of an unknown family, and has to pass `try_core`
+    needs_trial: bool  # the model is of an unknown family, and has to pass `try_core`
 
 
 def build_engine(
@@ -83,8 +83,9 @@ def build_engine(
 ) -> tuple[Core, Frontend, Restrictions]:
     """Build a core and its frontend in this process, for the checkpoint that `loading` names.
 
-    A model of an unknown family is first compared with its own Transformers code (`try_core`), and
-    what that found is also returned. Raise a `ModelError` if the model can't be run.
+    A model of an unknown family (architecture) is first compared with its own Transformers code
+    (`try_core`), and the restrictions that this finds are also returned. Raise a `ModelError` if
+    the model can't be run.
     """
     checkpoint = read_checkpoint(loading)
     tiers = build_tiers(loading, checkpoint.directory, checkpoint.hf_config, media)
@@ -111,7 +112,7 @@ def build_engine(
 def use_tiers(built: Core, tiers: MediaTiers | None) -> None:
     """Let a core keep its encoder outputs in the tiers, and find them there.
 
-    A core that is still to be tried has no tiers, because it has to encode the items of its trial.
+    Call this after the core's trial, in which the core has to encode the items itself.
     """
     if tiers is not None and built.hf_model.kind.has_kept_encodings:
         built.core.runner.encoder_runner.store = tiers
@@ -181,9 +182,9 @@ def build_core(
 
 
 def _needs_trial(checkpoint: Checkpoint) -> bool:
-    """Return whether a model has to be compared with its own code before it is used.
+    """Return whether a model has to be compared with its Transformers code before it is used.
 
-    A CTC/transducer model is run by its own code alone, so that there is nothing to compare.
+    A CTC/transducer model is run by that code alone, so that there is nothing to compare.
     """
     is_known = checkpoint.hf_config.model_type in KNOWN_MODELS
     return not is_known and checkpoint.kind.decoder != "none"
@@ -199,7 +200,7 @@ def _plan_memory(
     *,
     captures_encoders: bool,
 ) -> tuple[MemoryPlan, int]:
-    """Plan an engine's memory, and also return the bytes that it may use besides the weights."""
+    """Return an engine's memory plan, and how many bytes it may use in addition to the weights."""
     weights = find_weights(loading.model, checkpoint.directory, use_tqdm=loading.use_tqdm_on_load)
     memory = plan_memory(
         checkpoint.hf_config,
@@ -218,7 +219,7 @@ def _plan_memory(
 
 
 def resolve_string_limit(options: EngineOptions, checkpoint: Checkpoint) -> int | None:
-    """Return the most characters for strings for which a JSON schema sets no limit.
+    """Return the most characters that a string may have if a JSON schema sets no limit.
 
     This is the option `structured_string_limit`, or else the value in the model's
     generation_config.json. `None` means that there is no limit.
@@ -234,7 +235,7 @@ def build_engine_core(
     receiver: ReceiverCache,
     limits: Limits,
     memory: MemoryPlan,  # as planned before the model was loaded
-    most_bytes: int,  # that the engine may use besides the weights
+    most_bytes: int,  # that the engine may use in addition to the weights
     grammars: GrammarCompiler | None = None,
     use_tqdm: bool = False,
 ) -> tuple[EngineCore, EngineConfig]:
@@ -317,7 +318,7 @@ def _build_ctc_transducer(
 def _limit_model(
     hf_model: HfModel, options: EngineOptions, limits: Limits, layers: Sequence[LayerSpec]
 ) -> Limits:
-    """Return the limits of an engine with what its loaded model adds to them."""
+    """Return an engine's limits, completed with those that only the loaded model has."""
     return replace(
         limit_context(options, limits, hf_model.find_context_limit(layers)),
         bidirectional_modalities=hf_model.bidirectional_modalities,

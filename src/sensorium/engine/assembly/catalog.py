@@ -1,4 +1,4 @@
-"""Describes one model: what it takes and needs, and which parts of it can't be used."""
+"""Describes a model as text: what it takes, how large it is, and which parts can't be used."""
 
 from __future__ import annotations
 

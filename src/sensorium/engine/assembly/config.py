@@ -27,18 +27,20 @@ logger = logging.getLogger(__name__)
 _ENCODER_CACHE_SIZE = 16_384  # the largest image of the Qwen-VL families
 _FRAME_CACHE_SIZE = 2**20  # 5 hours for wav2vec2, a day for Parakeet, in 16 MiB
 # Device type -> share of the memory that is free after the weights are loaded. On a CPU other
-# programs also need memory; on CUDA `gpu_memory_utilization` has already left them theirs.
+# programs also need memory; on CUDA `gpu_memory_utilization` has already left some to them.
 _MEMORY_SHARE = {"cpu": 0.25, "cuda": 1.0}
-# Device type -> the most tokens in a step. On a CPU a step of 2048 takes seconds, in which no other
-# request gets a token, and no less time for each of its tokens than one of 512.
+# Device type -> the most tokens in a step. On a CPU a step of 2048 tokens takes seconds, in which
+# no other request gets a token, and is no faster per token than a step of 512.
 _MAX_NUM_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
 # Device type -> the most media embeddings in a step. One item of many models has more than 512.
 _MAX_NUM_ENCODER_EMBEDS = {"cpu": 2048, "cuda": 8192}
-# Device type -> the length from which on a prompt lets others go first, if a step has as much.
+# Device type -> from how many tokens on a prompt is long and lets other prompts go first, unless a
+# step has fewer.
 _LONG_PREFILL = {"cpu": 512, "cuda": 2048}
-# Device types on which such prompts pause while others run: for one step after each 8 of their
-# tokens. So many take a CPU a quarter of a step in which each request has one token, or a whole one
-# behind thousands of tokens. A GPU computes both in one.
+# Device types on which long prompts pause while other requests run: one step for each 8 of their
+# tokens. On a CPU, 8 tokens take a quarter of the time of a step in which each request has one
+# token, or as long as that step if thousands of tokens precede them. A GPU computes both in one
+# step.
 _PAUSING_DEVICES = {"cpu"}
 _TOKENS_PER_PAUSED_STEP = 8
 # Device types that compute a step while the host continues. A CPU computes a step at once, and

@@ -1,6 +1,7 @@
-"""Judges the answers of a trial: how far they are from those of the model on its own.
+"""Judges a trial: how far the engine's log-probabilities are from those of the model alone.
 
-The model is computed twice without the engine, to measure what rounding alone changes.
+The model is computed twice without the engine, by two forms of attention, to measure what rounding
+alone changes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from sensorium.types.request import EngineCoreOutput, TokenLogprobs
 # that it computes wrongly reach at least 17 times and 11 times (ADR 22).
 _WORST_FACTOR = 5.0
 _OVERALL_FACTOR = 2.5
-# A distance of rounding that is smaller counts as this much, because both attentions may happen to
+# A smaller distance by rounding counts as this much, because both forms of attention may happen to
 # round in the same way.
 _LEAST_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-4, torch.bfloat16: 2e-3}
-# A model is not compared if its two attentions differ by more than this. Models that are right
-# reach at most 4e-6, 0.0073 and 0.064 (ADR 46). What is larger in float32 can't be rounding: the
-# two see other tokens, and it is not known which of them the model was trained with. Such models,
-# of random weights, begin at 0.24.
+# A model is not compared if its two forms of attention differ by more than this. Correct models
+# reach at most 4e-6, 0.0073 and 0.064 (ADR 46). A larger difference in float32 can't be rounding:
+# the two forms attend to different tokens, and it is unknown which the model was trained with. The
+# smallest such difference, of models with random weights, is 0.24.
 _MOST_ROUNDING = {torch.float32: 1e-2, torch.float16: 5e-2, torch.bfloat16: 0.2}
 
 
@@ -33,7 +34,7 @@ class TrialAnswer:
     """The tokens and log-probabilities that the engine computed for one request of a trial."""
 
     token_ids: list[int] = field(default_factory=list)
-    # Those of every prompt token but the first; empty if the request did not ask for them.
+    # Of every prompt token except the first; empty if the request did not ask for them.
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -53,9 +54,9 @@ class TrialAnswer:
 def collect_logprobs(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[list[int]]]:
     """Return the engine's log-probabilities as one list, and their token ids by text position.
 
-    All answers are to the same prompt. Because of rounding, a later one may choose another token
-    than the first. Its log-probabilities after that token are left out: they belong to another
-    text.
+    All answers are to the same prompt. Because of rounding, a later answer may choose another token
+    than the first answer. Its log-probabilities after that token are left out, because they belong
+    to another text.
     """
     first = answers[0]
     scored = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs]
@@ -70,7 +71,7 @@ def collect_logprobs(answers: Sequence[TrialAnswer]) -> tuple[list[float], list[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """The difference of two lists of log-probabilities, as root mean squares."""
+    """The difference between two lists of log-probabilities, as root mean squares."""
 
     overall: float  # over all values
     worst: float  # over the tokens of the position with the largest distance
@@ -79,8 +80,8 @@ class Distance:
     def measure(some: Sequence[float], others: Sequence[float], lengths: Sequence[int]) -> Distance:
         """Return how much two lists of log-probabilities of the same tokens differ.
 
-        Both have the values of one text position after another, and `lengths` the number of values
-        at each. If a value is NaN, `worst` is NaN.
+        Both lists have the values of one text position after another, and `lengths` has the number
+        of values at each position. If a value is NaN, `worst` is NaN.
         """
         squares = (torch.tensor(some) - torch.tensor(others)).square()
         positions = [float(part.mean().sqrt()) for part in torch.split(squares, list(lengths))]

@@ -1,4 +1,4 @@
-"""Builds a remote encoder: the towers of a model, and what feeds them."""
+"""Builds a remote encoder: a model's towers (encoders), and the parts that prepare their media."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Encoder:
 def build_encoder(
     loading: LoadingOptions, *, options: EncodeOptions, media: MediaOptions
 ) -> Encoder:
-    """Load the encoders of a model without its decoder, and build what gives them media.
+    """Load a model's encoders without its decoder, and build the parts that prepare media for them.
 
     An item of each modality is encoded as a trial. Raise a `ModelError` if the model has no
     encoders, or if they can't be run without the decoder.
@@ -112,7 +112,7 @@ def _make_service(
 
 
 def _try_towers(towers: TowerThread, frontend: Frontend, media: MediaOptions) -> None:
-    """Encode a small item of each modality, so that a model that can't is refused at the start."""
+    """Encode a small item of each modality, and raise a `ModelError` if one can't be encoded."""
     report_step("encoding an item of each modality as a trial")
     own, limits = frontend.own_options, media.get_limits()
     backend = frontend.media_parts.readonly.backend

@@ -1,4 +1,4 @@
-"""Builds the part of an engine that turns prompts into requests, with its caches of media."""
+"""Builds the part of an engine that turns prompts into requests, with its media caches."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Caches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEncoder:
-    """A connection to a remote encoder, with the backend that gives items to it."""
+    """A connection to a remote encoder, with the backend that sends items to it."""
 
     service: EncoderService
     backend: RemoteEncoderBackend
@@ -100,10 +100,10 @@ class MediaParts:
     remote_encoder: RemoteEncoder | None = None  # None: the engine encodes everything itself
 
     def close(self) -> None:
-        """Close all parts and the shared memory; the tiers first write what waits."""
+        """Close all parts and the shared memory; the tiers first write the items that wait."""
         self.loader.close()
         if self.remote_encoder is not None:
-            # First, so that what the service loses is not begun here.
+            # First, so that items that the closed service drops are not begun here.
             self.remote_encoder.backend.close()
             self.remote_encoder.service.close()
         if self.tiers is not None:
@@ -151,7 +151,7 @@ def build_store(options: MediaOptions) -> ShmStore | None:
 
 
 def build_receiver(store: ShmStore | None) -> ReceiverCache:
-    """Return the core's side of the media cache: the `store`, or else a mirrored cache."""
+    """Return the core's side of the media cache: in shared memory (`store`), or else mirrored."""
     return MirrorReceiver() if store is None else ShmReceiver(store)
 
 
@@ -184,7 +184,7 @@ def build_frontend(
     tiers: MediaTiers | None = None,  # where items are kept that outlive the engine
     starts_early: bool = False,  # process cheap media items here until the pool is ready
     warm_modalities: Collection[str] = (),  # for which the pool's processes are warmed up
-    make_encoder: MakeEncoder | None = None,  # connects to a remote encoder; None: as options say
+    make_encoder: MakeEncoder | None = None,  # connects to a remote encoder; None: see `options`
 ) -> Frontend:
     """Build the processor of a model, and all parts that fetch and process media for it."""
     report_step("loading the processor")
@@ -217,7 +217,7 @@ def build_frontend(
             shared=shared,
             backend=take_embeds(backend if remote is None else remote.backend),
             own_backend=take_embeds(backend),
-            # An item may wait for so long before it is sent, and then for its answer.
+            # An item may wait as long as the timeout twice: until it is sent, and for its answer.
             remote_timeout_s=0.0 if remote is None else 2 * options.encoder_timeout,
             takes_encoded=checkpoint.kind.has_kept_encodings,
         ),
@@ -244,7 +244,10 @@ def _make_backend(
     starts_early: bool,
     keep: bool,
 ) -> ItemBackend:
-    """Return what processes items: in this process without a pool, or until the pool is ready."""
+    """Return the backend that processes items: the pool, or this process if there is no pool.
+
+    With `starts_early`, this process also takes cheap items until the pool is ready.
+    """
     if pool is None:
         return InProcessBackend(worker)
     late = PoolBackend(pool, processor, worker.limits, keep=keep)
@@ -262,8 +265,8 @@ def _connect_encoder(
 ) -> RemoteEncoder | None:
     """Return the remote encoder that the options or the caller name, or None if none is named.
 
-    Raise a `ModelError` if the model can't have one, or if the one that listens there encodes in
-    another way.
+    Raise a `ModelError` if the model can't have a remote encoder, or if the encoder at that address
+    has other weights, versions or options.
     """
     if make_encoder is None:
         if options.encoder is None:
@@ -305,7 +308,7 @@ def check_remote_encoder(processor: MultiModalProcessor) -> None:
 def _make_embeds_backend(
     options: MediaOptions, processor: MultiModalProcessor, hf_config: PretrainedConfig
 ) -> Callable[[ItemBackend], EmbedsBackend]:
-    """Return a function that lets a backend take embeddings, if the options and the model do."""
+    """Return a function that wraps a backend, to take embeddings if options and model allow it."""
     embeds = next((f.embeds for f in FAMILIES if f.model_type == hf_config.model_type), ())
     return partial(
         EmbedsBackend,

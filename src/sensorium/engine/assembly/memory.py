@@ -1,9 +1,9 @@
 """Computes how much memory an engine needs, before anything is loaded.
 
-The size of the weights is read from the headers of their files. That of keys and values is computed
-from the config before the model is loaded, and from its layers afterwards. The other tensors of a
-step are estimated from the widths in the config. Only those of one layer are counted, because none
-are kept for a backward pass.
+The size of the weights is read from the headers of their files. The size of keys and values is
+computed from the config before the model is loaded, and from its layers afterwards. The other
+tensors of a step are estimated from the widths in the config. Only the tensors of one layer are
+counted, because there is no backward pass.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sensorium.types.errors import ModelError
 from sensorium.types.model_kind import ModelKind
 from sensorium.utils.system_memory import get_free_system_bytes
 
-# The number of tensors that exist at the same time inside a layer. Those of the hidden width are
-# residual, norm, query, key, value and output. Those of the inner width, in the feed-forward part,
-# are gate, up and their product.
+# The number of tensors that exist at the same time inside a layer. With the hidden width: residual,
+# norm, query, key, value and output. With the inner width, in the feed-forward part: gate, up and
+# their product.
 _NUM_HIDDEN_TENSORS = 6
 _NUM_INNER_TENSORS = 3
 # For each logit: the logit itself in float32, and the tensors of sampling, which are the sorted
@@ -48,7 +48,7 @@ class MemoryPlan:
     encoder_peak_bytes: int  # the tensors inside the largest encoder while it runs; an estimate
     step_bytes: int  # the tensors of one step of the decoder; an estimate
     graph_bytes: int = 0  # CUDA graphs of the decoder; an estimate
-    encoder_graph_bytes: int = 0  # those of encoders, which may not take more; 0: there are none
+    encoder_graph_bytes: int = 0  # the most for CUDA graphs of encoders; 0: there are none
 
     @property
     def reserve_bytes(self) -> int:
@@ -88,7 +88,7 @@ def format_bytes(num_bytes: int) -> str:
 def get_free_bytes(device: torch.device, gpu_memory_utilization: float) -> int:
     """Return how many bytes of the device's memory the engine may still use.
 
-    On CUDA, the share `1 - gpu_memory_utilization` of the whole device is for others.
+    On CUDA, the share `1 - gpu_memory_utilization` of the whole device is left to other programs.
     """
     if device.type != "cuda":
         return get_free_system_bytes()
@@ -132,7 +132,7 @@ def plan_memory(
     ]
     width = _get_number(text_config, _WIDTH_NAMES, 0)
     encoder_cache_bytes = limits.encoder_cache_size * width * element_size
-    # A graph serves one item. The largest one that is allowed is not bound by launches.
+    # A graph serves one item. The largest items gain nothing from one: launches don't bound them.
     encoder_graph_bytes = 0
     if has_graphs and captures_encoders and encoder_peaks:
         encoder_graph_bytes = min(max(encoder_peaks), _MAX_ENCODER_GRAPH_BYTES)
@@ -155,8 +155,8 @@ def _plan_ctc_transducer(
 ) -> MemoryPlan:
     """Return the memory of a model that only encodes audio, and keeps small tables of it.
 
-    The first layers of its encoder have many more frames than the others, and take the most memory.
-    Logits exist once in the model's dtype and twice in float32.
+    The first layers of its encoder have many more frames than the later ones, and take the most
+    memory. Logits exist once in the model's dtype and twice in float32.
     """
     encoder = getattr(config, "encoder_config", config)
     num_elements = max(
@@ -174,7 +174,7 @@ def _plan_ctc_transducer(
 
 
 def _count_first_elements(encoder: PretrainedConfig) -> int:
-    """Return the tensor elements of an encoder's first convolutions, for one of its frames.
+    """Return how many tensor elements an encoder's first convolutions have per frame of its output.
 
     They are convolutions over samples, or over spectrograms, where each halves both dimensions.
     """
@@ -236,8 +236,8 @@ def check_memory(plan: MemoryPlan, *, free_bytes: int, device: torch.device) -> 
 def get_num_kv_bytes_per_token(text_config: PretrainedConfig, element_size: int) -> int:
     """Return how many bytes the keys and values of one token take in all layers, at most.
 
-    Layers with sliding windows and layers that share keys and values need less. It is 0 for a
-    config without attention heads: then only the loaded model has the size.
+    Layers with sliding windows and layers that share keys and values need less. The result is 0 for
+    a config without attention heads: then only the loaded model tells the size.
     """
     return sum(_get_attention_sizes(layer)[1] for layer in _get_layers(text_config)) * element_size
 

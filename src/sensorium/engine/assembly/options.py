@@ -31,12 +31,12 @@ from sensorium.types.options import (
     option,
 )
 
-serve_option = partial(option, commands=SERVE)  # `serve` has a flag for it
-server_option = partial(option, commands=SERVERS)  # and so has `render`
-engine_option = partial(option, commands=ENGINES)  # all commands that run a model have a flag
-common_option = partial(option, commands=ALL_COMMANDS)  # all of these commands have a flag
-tower_option = partial(option, commands=TOWERS)  # those that load weights have a flag
-media_option = partial(option, commands=MEDIA_COMMANDS)  # those that process media have a flag
+serve_option = partial(option, commands=SERVE)  # a flag of `serve` and `deploy`
+server_option = partial(option, commands=SERVERS)  # also a flag of `render`
+engine_option = partial(option, commands=ENGINES)  # a flag of all commands that run a model
+common_option = partial(option, commands=ALL_COMMANDS)  # a flag of those commands and of `render`
+tower_option = partial(option, commands=TOWERS)  # a flag of all commands that load weights
+media_option = partial(option, commands=MEDIA_COMMANDS)  # a flag of all commands that process media
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Builds the tiers behind the caches of media, which outlive the engine."""
+"""Builds the media tiers: caches on disk or in a Redis, which outlive the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sensorium.types.errors import ModelError
 _PATIENCE_S = 2.0  # how long a request waits for a store that is not on this machine
 # Another version of one of these may make other tensors of a media item.
 _PACKAGES = ("sensorium", "torch", "transformers", "torchvision", "pillow", "av", "soundfile")
-# Limits that don't change what is made of an item.
+# Limits that don't change the tensors of an item.
 _FREE = frozenset(
     {"deadline_s", "request_deadline_s", "process_deadline_s", "process_wait_s", "max_redirects"}
     | {"allowed_domains", "allowed_local_path", "allow_private_addresses"}
@@ -37,9 +37,9 @@ def build_tiers(
     """Open the stores that the options name, or return None if they name none.
 
     Engines share encoder outputs if they have the same weights in the same dtype and the same
-    versions of libraries, and processed items if they process and limit them alike. Call this
-    before the weights are loaded, because their files may be replaced later. Raise a `ModelError`
-    if a store can't be used.
+    versions of libraries, and processed items if their limits and processing options are also
+    equal. Call this before the weights are loaded, because their files may be replaced later. Raise
+    a `ModelError` if a store can't be used.
     """
     stores: list[Store] = []
     if options.mm_disk_cache is not None:
@@ -61,7 +61,7 @@ def build_tiers(
 def make_identity(
     loading: LoadingOptions, directory: Path, hf_config: PretrainedConfig, options: MediaOptions
 ) -> Identity:
-    """Return everything that decides what encoders with these options make of a media item."""
+    """Return the identity of encoders with these options: everything that decides their outputs."""
     dtype = resolve_dtype(loading.dtype, hf_config, resolve_device(loading.device))
     return Identity(
         weights=get_weights_identity(directory),
@@ -84,7 +84,7 @@ def _open_remote(url: str, options: MediaOptions) -> Store:
 
 
 def _list_limits(options: MediaOptions) -> list[str]:
-    """Return all options of media that decide what is made of an item, and what is refused."""
+    """Return the media options that decide how an item is processed, or whether it is refused."""
     limits = options.media_limits
     decisive = {
         each.name: getattr(limits, each.name) for each in fields(limits) if each.name not in _FREE
@@ -108,9 +108,9 @@ def _get_version(package: str) -> str:
 
 
 def get_encoder_width(hf_config: PretrainedConfig) -> int | None:
-    """Return how many numbers an embedding of a model's encoders has, or None if that is unknown.
+    """Return the width of the embeddings from a model's encoders, or None if it is unknown.
 
-    It is the width of a token's embedding, and once more for each layer that DeepStack adds.
+    It is the width of a token's embedding, once and once more for each layer of DeepStack.
     """
     text_config = hf_config.get_text_config(decoder=True)
     widths = (getattr(text_config, name, None) for name in ("hidden_size", "d_model"))

@@ -1,14 +1,15 @@
-"""Compares the engine with the model itself, before a model of an unknown family is served.
+"""Compares the engine with a model's own code, before a model of an unknown family is served.
 
-The generic `HfModel` looks for certain needs of a model, and can't find others: a mask that is
-neither causal nor a window, or a further input that the decoder gets with a picture. Such a model
-would run and give wrong tokens. Families with code of their own need no trial: tests compare them.
+A family is an architecture. The generic `HfModel` detects some needs of an unknown one, but not
+others: a mask that is neither causal nor a window, or a further input that the decoder gets with a
+picture. Such a model would run and give wrong tokens. Families with code of their own need no
+trial: tests compare them.
 
 There is one trial of text, and then one for each modality. A trial has two prompts of different
 lengths, one of them with two items. They run together and in chunks, and each gets an answer of
 several tokens. Then they run again, with the encoder cache and with the prefix cache. Every
-log-probability of prompts and answers is compared. If that fails, both prompts get one item each;
-if they agree with the model, the modality is limited to one item a prompt.
+log-probability of prompts and answers is compared. If that fails, the trial is repeated with one
+item in each prompt; if that succeeds, the modality is limited to one item a prompt.
 
 Rounding in another order changes numbers slightly. How much depends on the model and its dtype, so
 it is measured: the model runs without the engine, once with its own attention and once with other
@@ -165,7 +166,7 @@ class Trial:
         return Restrictions(switched_off=allowed, only_one=only_one)
 
     def _try_modality(self, modality: str, most: int) -> list[str]:
-        """Return what is wrong with `most` items, then with fewer, until engine and model agree."""
+        """Return the faults with `most` items, then with fewer, until engine and model agree."""
         faults = []
         for num_items in range(most, 0, -1):
             fault = self._try(modality, num_items)
@@ -215,8 +216,8 @@ class Trial:
         """Return two prompts of different lengths, the shorter one first.
 
         The engine already generates for the shorter one while it still computes the longer one.
-        With a modality, each contains another item. If `num_items` is two, the longer one also
-        contains the item of the shorter one, at another place.
+        With a modality, each prompt contains an item of its own. If `num_items` is two, the longer
+        prompt also contains the item of the shorter one, at another place.
         """
         if modality is None:
             words = self._fit_words(None, ())
@@ -234,7 +235,7 @@ class Trial:
         ]
 
     def _make_long_text(self, text: str) -> list[str]:
-        """Repeat a text until it is longer than the attention windows that can be reached."""
+        """Repeat a text until it is longer than all attention windows that a prompt can exceed."""
         num_tokens = len(self._processor.tokenizer(text)["input_ids"])
         room = min(_MAX_TEXT_TOKENS, self._config.limits.max_model_len - _NUM_TOKENS)
         windows = [group.window or 0 for group in self._config.groups]
@@ -268,7 +269,7 @@ class Trial:
             whole = self._processor.call_whole(text, modality, media)
         except Exception:  # some processors take only one item, although the model takes more
             items = [tensors[feature.mm_hash] for feature in request.mm_features]
-            # Items of different shapes only the processor could pad to one length.
+            # Only the processor could pad items of different shapes to one length.
             if len(media) < 2 or not _can_be_joined(items):
                 raise
             whole = {"input_ids": torch.tensor([list(request.prompt_token_ids)]), **collate(items)}

@@ -20,4 +20,4 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None  # of the core's half of the mirrored cache; None if it has none
     description: tuple[tuple[str, str], ...] = ()  # names and values of its configuration
     kernels: dict[str, str] = {}  # part of a step -> implementation that computes it
-    restrictions: Restrictions = Restrictions()  # what the trial of the model allows no request
+    restrictions: Restrictions = Restrictions()  # modalities that the model's trial ruled out

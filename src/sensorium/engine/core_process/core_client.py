@@ -64,10 +64,10 @@ class CoreClient:
     ) -> asyncio.Future[MissingItems | None]:
         """Send a request to the core, and return a future for the core's answer.
 
-        Its result is `None` if the core accepted the request, and a `MissingItems` if the core
-        lacks media items and did not. It gets an exception if the core refuses the request, or if
-        the connection is closed. `make_transfer` is called right before sending; if the request
-        can't be encoded, it is not called and a `RequestError` is raised.
+        Its result is `None` if the core accepted the request, and a `MissingItems` if it did not,
+        because it lacks media items. The future gets an exception if the core refuses the request,
+        or if the connection is closed. `make_transfer` is called right before sending; if the
+        request can't be encoded, it is not called and a `RequestError` is raised.
         """
         encoded = messages.encode_request(request)
         message, frames = messages.encode_transfer(request, make_transfer())
@@ -83,7 +83,7 @@ class CoreClient:
     def append_audio(
         self, request_id: str, features: npt.NDArray[np.float32] | None, *, is_last: bool
     ) -> None:
-        """Send more features [bins, frames] of a request's audio."""
+        """Send more features [bins, frames] of a request's audio; `None` only ends it."""
         if features is None:
             self._send(messages.AppendAudio(request_id, is_last=is_last))
             return
@@ -95,8 +95,8 @@ class CoreClient:
     ) -> SensoriumError | None:
         """Let the core compute a dummy request without keeping anything of it; return its error.
 
-        The error is `None` if the request went well, or if the core had no need of it. There may
-        be one rehearsal of a subject (a modality, or "text") at a time.
+        The error is `None` if the request went well, or if the core skipped it. There may be one
+        rehearsal of a subject (a modality, or "text") at a time.
         """
         message, frames = messages.encode_transfer(request, transfer)
         done: asyncio.Future[SensoriumError | None] = asyncio.get_running_loop().create_future()

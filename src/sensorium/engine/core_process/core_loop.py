@@ -1,8 +1,8 @@
 """Runs the core in a process of its own: it receives messages, steps, and sends outputs.
 
 Owns the socket, and the map from requests to their frontends. Runs in one thread; `stop` and
-`forget_frontend` may be called from others. When a frontend is gone, because the parent process
-reports it or the socket can't reach it, its requests are aborted.
+`forget_frontend` may be called from other threads. When a frontend is gone, because the parent
+process reports it or the socket can't reach it, its requests are aborted.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _IDLE_S = 1.0
 class CoreLoop:
     """The loop of the core's process: receive messages, compute a step, send the outputs.
 
-    `rehearse` computes a dummy request and returns its error; with `None` none are computed.
-    `on_step` is called in every round with the step's outputs, before these are sent. `on_progress`
-    is called in the loop's thread after each message and before each step, at least every `idle_s`
-    seconds while the core is idle.
+    `rehearse` computes a dummy request and returns its error; if it is `None`, dummy requests are
+    skipped. `on_step` is called in every round with the step's outputs, before these are sent.
+    `on_progress` is called in the loop's thread after each message and before each step, at least
+    every `idle_s` seconds while the core is idle.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class CoreLoop:
                 self._send_outputs(self._step())
         finally:
             if loader is not None:
-                loader.listen(None)  # no thread of it may write to a descriptor that is closed
+                loader.listen(None)  # its threads must not write to a closed descriptor
             self._socket.close()
             self._context.term()
             os.close(self._wake_fd)
 
     def _get_pause_ms(self) -> int:
-        """Return for how long there is nothing to do, unless a message or an answer comes."""
+        """Return how many milliseconds the loop may wait for a message or the end of a look-up."""
         loader = self._core.loader
         wait_s = None if loader is None else loader.wait_s
         return self._idle_ms if wait_s is None else min(self._idle_ms, ceil(1000 * wait_s))
@@ -179,7 +179,7 @@ class CoreLoop:
             missing = self._core.add_request(request, transfer)
         except (RequestError, CapacityError) as error:
             return messages.Answer(request_id, refusal=make_record(error))
-        except Exception as error:  # the boundary at which one request fails and others don't
+        except Exception as error:  # the boundary at which one request fails and no other
             logger.exception("request %s fails: it can't be added to the core", request_id)
             reason = f"internal error: {type(error).__name__}: {error}"
             return messages.Answer(request_id, refusal=make_record(FailedRequestError(reason)))
@@ -190,9 +190,9 @@ class CoreLoop:
     def _answer_rehearsal(
         self, message: messages.Rehearse, rest: list[memoryview]
     ) -> messages.Rehearsed:
-        """Compute a dummy request, unless another frontend has sent one, and return the answer.
+        """Compute a dummy request, unless one of its subject was computed before, and answer it.
 
-        None is computed while there are real requests: they would wait, and they do its work.
+        It is skipped while there are real requests, which warm up the model and should not wait.
         """
         subject = message.subject
         if self._rehearse is not None and subject not in self._rehearsed:

@@ -70,7 +70,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class AppendAudio(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core with more of the audio of a request.
+    """A message to the core with more audio for a request.
 
     The features follow as one raw frame of float32 numbers, a row for each of the `num_bins`. There
     is no frame if no features are left.
@@ -89,7 +89,7 @@ class Rehearse(msgspec.Struct, frozen=True, tag=True):
 
 
 class UpdateCache(msgspec.Struct, frozen=True, tag=True):
-    """A message to the core with items to evict, if no request can carry the list."""
+    """A message to the core with items to evict, sent if no request carries the list."""
 
     update: MirrorUpdate
 
@@ -139,7 +139,7 @@ class Rehearsed(msgspec.Struct, frozen=True, tag=True):
     """A message to a frontend that the core is done with its `Rehearse`."""
 
     subject: str  # that of the `Rehearse`
-    error: ErrorRecord | None = None  # None also if the core had no need of the dummy
+    error: ErrorRecord | None = None  # also None if the core skipped the dummy
 
 
 FromCore = CoreOutputs | Rehearsed | ResetDone | ForgetMedia
@@ -207,7 +207,7 @@ def decode_request(
 
 
 def decode_audio(message: AppendAudio, frames: Sequence[memoryview]) -> torch.Tensor | None:
-    """Return the features [bins, frames] that follow an `AppendAudio`, as a view of their frame."""
+    """Return the features [bins, frames] after an `AppendAudio` as a view, or None without any."""
     if not frames:
         return None
     return torch.frombuffer(frames[0], dtype=torch.float32).view(message.num_bins, -1)

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MAX_IDLE_STEPS = 8  # one step may be empty, but after so many in a row no request can ever run
-_MAX_OUTPUT_BYTES = 2**30  # of encoder outputs that were found; beyond it no more are looked for
+_MAX_OUTPUT_BYTES = 2**30  # of encoder outputs found in a store; then no more are looked up
 _FIRST_TOKEN_S = 0.0005  # how long a first token is awaited before the next step is launched
 
 
 class PayloadStore(Mapping[str, MultiModalKwargsItem]):
-    """A mapping from `mm_hash` to the processed tensors of items of requests that have not ended.
+    """The processed tensors of all media items in unfinished requests, as a mapping by `mm_hash`.
 
     The core adds and releases items, and the worker reads them. `receiver` is the core's side of
     the media cache, which also has items that a frontend need not send again.
@@ -69,8 +69,8 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
     def add(self, request: EngineCoreRequest, transfer: Transfer) -> MissingItems | None:
         """Keep the tensors of a request's media items until `release`, and return `None`.
 
-        If the core lacks some items, nothing is kept, and those that the frontend has to send are
-        returned. Raise an `InvariantError` if the request was already added.
+        If the core lacks some items, nothing is kept, and the items that the frontend has to send
+        are returned. Raise an `InvariantError` if the request was already added.
         """
         if request.request_id in self._hashes_of:
             raise InvariantError(f"media of request {request.request_id!r} was added twice")
@@ -90,7 +90,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
             self.num_output_bytes += output.nbytes
 
     def drop_output(self, mm_hash: str) -> None:
-        """Drop the encoder output of an item, which the encoder cache has now, if there is one."""
+        """Drop the encoder output of an item, if there is one."""
         if (output := self._outputs.pop(mm_hash, None)) is not None:
             self.num_output_bytes -= output.nbytes
 
@@ -108,7 +108,7 @@ class PayloadStore(Mapping[str, MultiModalKwargsItem]):
 class EngineCore:
     """A scheduler and a worker that compute all requests together, one step after another.
 
-    With `overlap`, a step is planned and launched before the results of the one before it are read,
+    With `overlap`, a step is planned and launched before the results of the previous step are read,
     so that the device always has work. At most one step is under way between two calls. With a
     `loader`, a new request is held while encoder outputs of its media are looked up in a store.
     """
@@ -203,10 +203,10 @@ class EngineCore:
     def append_audio(
         self, request_id: str, features: torch.Tensor | None, *, is_last: bool = False
     ) -> list[EngineCoreOutput]:
-        """Give a request more audio, as features [bins, frames], and return its last output.
+        """Give a request more audio, as features [bins, frames]; return its last output if it ends.
 
-        There is an output only if the request ends with this: the audio has ended, and all of it
-        was transcribed before. Audio for an unknown or ended request is dropped.
+        It ends with this call if the audio has ended, and all of it was transcribed before.
+        Otherwise the list is empty. Audio for an unknown or ended request is dropped.
         """
         if request_id not in self.scheduler.requests:
             return []
@@ -221,8 +221,8 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Compute one step for the running requests, and return new outputs.
 
-        With overlap these are the outputs of the step before. If the worker fails, the requests of
-        the step that failed end with an error. Raise an `InvariantError` if no request could run
+        With overlap these are the outputs of the previous step. If the worker fails, the requests
+        of the step that failed end with an error. Raise an `InvariantError` if no request could run
         for several steps.
         """
         if self._num_idle_steps >= _MAX_IDLE_STEPS:
@@ -256,8 +256,8 @@ class EngineCore:
     def _is_held_up(self) -> bool:
         """Return whether at least half of the running requests wait for the step under way.
 
-        Without them the next step would be half empty. And they would never meet the others again,
-        because those would then wait for that step.
+        Without these requests the next step would be half empty. And both halves would stay in
+        separate steps, because each would wait while the other one's step is computed.
         """
         running = self.scheduler.running
         num_waiting = sum(request.waits_for_token for request in running)
@@ -284,7 +284,7 @@ class EngineCore:
     def _finish_last(
         self, following: tuple[SchedulerOutput, LaunchedStep] | None = None
     ) -> list[EngineCoreOutput]:
-        """Finish the step under way, if any, and return its outputs. `following` replaces it."""
+        """Finish the step under way, if any, and return its outputs; `following` is the next."""
         last, self._under_way = self._under_way, following
         if last is None:
             return []

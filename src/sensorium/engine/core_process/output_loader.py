@@ -1,10 +1,10 @@
 """Looks for encoder outputs in a store before their requests are scheduled, in threads of its own.
 
 A store may be slow, or hang. So no step waits for it: the scheduler holds a request until its
-look-ups are answered or a limit of time is over. What was not found by then is encoded.
+look-ups are answered or a limit of time is over. Outputs that were not found by then are computed.
 
-Owns the look-ups, and what they found until the core takes it. `begin`, `forget`, `take_answered`
-and `wait` are called in the core's thread only.
+Owns the look-ups, and the outputs that they found until the core takes these. `begin`, `forget`,
+`take_answered` and `wait` are called in the core's thread only.
 
 Invariants:
   1. Each request for which look-ups were begun is returned by `take_answered` once, or forgotten.
@@ -48,10 +48,10 @@ class _Look:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request that waits, with the items that are not answered and those that were found."""
+    """A request that waits, with its open look-ups and the outputs that were found."""
 
     deadline: float
-    token: int  # of the breaker
+    token: int  # from the breaker's `enter`
     open: set[str]
     num_answered: int = 0
     found: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class _Waiting:
 class OutputLoader:
     """A loader of encoder outputs for requests that are not scheduled yet.
 
-    After a request that had no answer at all within `limit_s`, the store is not asked for a while.
+    If no look-up of a request ends within `limit_s` seconds, the store is left out for a while.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class OutputLoader:
         )
         self._changed = threading.Condition()  # guards everything below
         self._threads: list[threading.Thread] = []
-        self._requests: OrderedDict[str, _Waiting] = OrderedDict()  # the first deadline first
+        self._requests: OrderedDict[str, _Waiting] = OrderedDict()  # in the order of deadlines
         self._looks: dict[str, _Look] = {}  # mm_hash -> its look-up
         # request id -> items with look-ups that have not begun; requests take turns
         self._queue: OrderedDict[str, deque[str]] = OrderedDict()
@@ -87,7 +87,7 @@ class OutputLoader:
         self._is_closed = False
 
     def listen(self, wake: Callable[[], None] | None) -> None:
-        """Let `wake` be called, in any thread, when a request is answered; None: no longer."""
+        """Set the function to call, in any thread, when a request is answered; None: call none."""
         with self._changed:
             self._wake = wake
 
@@ -117,7 +117,7 @@ class OutputLoader:
         return True
 
     def forget(self, request_id: str) -> None:
-        """Give up the look-ups of a request, if there are any that no other request wants."""
+        """Forget a request, and its queued look-ups that no other request wants."""
         if request_id in self._requests:
             with self._changed:
                 self._remove(request_id)
@@ -149,13 +149,13 @@ class OutputLoader:
             return [(request_id, self._remove(request_id)) for request_id in ready]
 
     def wait(self) -> None:
-        """Wait until a request is answered, if there is one that waits."""
+        """Wait until a request is answered, or return at once if no request waits."""
         with self._changed:
             while self._requests and not self.has_answers:
                 self._changed.wait(self.wait_s)
 
     def close(self) -> None:
-        """End the threads, each when its look-up is answered, and begin no more."""
+        """End the threads, each when its look-up has ended, and begin no more look-ups."""
         with self._changed:
             self._is_closed = True
             for request_id in list(self._requests):
@@ -190,7 +190,7 @@ class OutputLoader:
             except Exception:  # the thread must outlive every look-up; the item is encoded
                 logger.warning("an encoder output could not be looked up", exc_info=True)
             self._note(mm_hash, found)
-            del found  # it would stay until the next look-up
+            del found  # its memory would be held until the next look-up
 
     def _take_next(self) -> tuple[str, int] | None:
         """Wait for an item to look up, and return it, or None after `close`."""

@@ -1,8 +1,8 @@
-"""Computes dummy requests with a core, before it has real ones, so that these find it warm.
+"""Warms up a core: computes dummy requests before the first real ones.
 
-A rehearsal goes through the whole model: encoder, prompt, and some generated tokens. What computes
-for the first time loads kernels, chooses algorithms, allocates workspaces and reads weights that
-are mapped from a file. The first request must do none of that.
+A rehearsal goes through the whole model: encoder, prompt, and some generated tokens. The first run
+of an operation loads kernels, chooses algorithms, allocates workspaces and reads weights that are
+mapped from a file. The first request must do none of that.
 
 Nothing else remains. A scheduler of its own keeps the counters, prefixes and encoder outputs of the
 engine as they are. The media is received by a cache that is thrown away, and encoder outputs are
@@ -39,7 +39,7 @@ class Rehearsal:
         self._make_scheduler = make_scheduler
 
     def __call__(self, request: EngineCoreRequest, transfer: Transfer) -> ErrorRecord | None:
-        """Compute a request, and return the model's error; a refusal for lack of room is none."""
+        """Compute a request, and return the model's error or `None`; a refusal is not an error."""
         with _leaving_no_trace(self._core):
             scheduler = self._make_scheduler()
             core = EngineCore(scheduler, self._core.runner, self._core.payloads)

@@ -1,1 +1,1 @@
-"""Remote encoders: the service, and its transport over a socket of one machine."""
+"""Remote encoders: the service, and its transport over a Unix socket."""

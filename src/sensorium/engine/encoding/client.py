@@ -61,7 +61,7 @@ class _WrongEncoderError(Exception):
 
 @dataclass(slots=True)
 class _Pause:
-    """The times at which an encoder that can't be reached is tried again."""
+    """The growing pause after which an encoder that can't be reached is tried again."""
 
     until: float = 0.0  # of `time.monotonic`; nothing is tried before
     length_s: float = 0.0  # 0: the encoder was reached the last time
@@ -69,7 +69,7 @@ class _Pause:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def may_try(self) -> bool:
-        """Return whether to try now. If so, others wait for the next time."""
+        """Return whether this caller may try now. If so, other callers wait for the next time."""
         with self.lock:
             now = time.monotonic()
             if not self.length_s:
@@ -80,7 +80,7 @@ class _Pause:
             return True
 
     def note_success(self) -> bool:
-        """Return whether the encoder could not be reached before."""
+        """End the pause, and return whether there was one."""
         with self.lock:
             was_lost, self.length_s = bool(self.length_s), 0.0
             return was_lost
@@ -104,7 +104,8 @@ class WrongAnswerError(Exception):
 def read_item(job: ItemJob, answer: Encoded, block: memoryview, *, began: float) -> FinishedItem:
     """Return the item in an encoder's answer, or raise `WrongAnswerError` if it does not fit.
 
-    The tensors are views of the block, which must be writable. `began` is of `time.monotonic`.
+    The tensors are views of the block, which must be writable. `began` is when the work began, by
+    `time.monotonic`.
     """
     try:
         tensors = dict(decode_block(answer.header, block))
@@ -171,7 +172,7 @@ class SocketEncoder:
         return answer.counts
 
     def close(self) -> None:
-        """Close all connections and end the threads. What still waits fails."""
+        """Close all connections and end the threads. Items that still wait fail."""
         with self._lock:
             self._is_closed = True
             for each in self._sockets:
@@ -302,7 +303,7 @@ class SocketEncoder:
         channel.close()
 
     def _note_answer(self) -> None:
-        """Note that the encoder can be used. An introduction alone does not show that."""
+        """Note that the encoder can be used; a connection that it accepts does not show that."""
         if self._pause.note_success():
             logger.info("the encoder at %s is used again", self._path)
 

@@ -148,7 +148,7 @@ class EncoderListener:
             self._end(connection)
 
     def _serve_one(self, channel: Channel, connection: socket.socket) -> None:
-        """Answer a question, in a function so that none of it stays in memory afterwards."""
+        """Answer a question, in its own function so that no tensors stay in memory afterwards."""
         frame, block = channel.receive()
         self._mark(connection, is_busy=True)
         answer, blocks = self._answer(frame, block)
@@ -177,7 +177,7 @@ class EncoderListener:
 def answer_job(
     service: EncodingService, message: bytes, block: memoryview
 ) -> tuple[Encoded | Failed, list[Buffer]]:
-    """Encode the item of an `encode_job`, and return the answer with the block of its tensors."""
+    """Encode the item in a message of `encode_job`; return the answer and its tensors' block."""
     try:
         job, media, _ = decode_job(message, block)
         source = MediaBytes(media) if isinstance(media, bytes) else media
@@ -224,13 +224,14 @@ def _listen(path: Path) -> tuple[socket.socket, int]:
 
 @contextmanager
 def _locking(folder: Path) -> Iterator[None]:
-    """Exclude encoders that start from this folder, which could remove each other's sockets."""
+    """Lock a folder while an encoder starts, so that no two remove each other's sockets."""
     with ExitStack() as stack:
         with suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, descriptor)
             deadline = time.monotonic() + _LOCK_S
-            # If the lock can't be had soon, do without it: others may have other reasons for it.
+            # If the lock can't be had soon, do without it: other programs may hold it for other
+            # reasons.
             while not _try_lock(descriptor) and time.monotonic() < deadline:
                 time.sleep(_LOCK_POLL_S)
         yield

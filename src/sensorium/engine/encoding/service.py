@@ -1,7 +1,7 @@
-"""Turns sources of media into encoder outputs, each one once. It uses no transport.
+"""Turns media into encoder outputs, each item once, whatever the transport is.
 
 An item is decoded and processed by the same backend as in an engine, and then encoded. Equal items
-that come together are worked on once, whichever engines send them. Thread-safe.
+that come together share one computation (a `Flight`), whichever engines send them. Thread-safe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sensorium.utils.lru import LruCache
 class EncoderCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The numbers of media items that an encoder has worked on since its start."""
 
-    num_asked: int  # by engines
+    num_asked: int  # asked for by engines
     num_kept: int  # answered with what was kept
     num_processed: int  # decoded and processed
     num_encoded: int  # an encoder was run for them
@@ -42,7 +42,7 @@ class EncodingService:
 
     At most `max_items` are worked on at once, and more are refused with a `CapacityError`. The
     results take at most `capacity_bytes` of memory. With `tiers` they are also kept there, and
-    `check_stored` raises a `RequestError` for an invalid item from there.
+    `check_stored` raises a `RequestError` for an invalid item from a tier.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class EncodingService:
         self._num_asked = self._num_kept = self._num_processed = 0
 
     def encode(self, job: ItemJob, media: object) -> FinishedItem:
-        """Return a media item with its encoder output, and wait for it.
+        """Encode a media item, wait for it, and return it with its encoder output.
 
         Raise `RequestError` if the item is at fault, and `CapacityError` at overload or timeout.
         """
@@ -93,7 +93,7 @@ class EncodingService:
                 raise CapacityError("the media item could not be encoded in time") from error
 
     def clear_cache(self) -> None:
-        """Forget all results. Those of items that are being worked on are still kept."""
+        """Forget all results. Results of items in progress are still kept when they are ready."""
         self._kept.clear()
 
     def get_counts(self) -> EncoderCounts:

@@ -1,4 +1,4 @@
-"""Runs the encoders of a model in one thread, on all items that wait at that moment.
+"""Runs a model's encoders in one thread, in batches of the items that wait.
 
 Owns the device. Items of the same shape that wait together are encoded together, as in a step of an
 engine. An item that can't be encoded fails alone.
@@ -47,7 +47,7 @@ class TowerThread:
         self._hf_model = hf_model
         self._max_embeds = max_embeds
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self._next: _Waiting | None = None  # it did not fit into the last batch
+        self._next: _Waiting | None = None  # the item that did not fit into the last batch
         self.has_failed = threading.Event()
         self._lock = threading.Lock()  # so that nothing is queued after the end
         self._is_closed = False
@@ -72,7 +72,7 @@ class TowerThread:
         return waiting.encoded
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after the current batch. What still waits fails then.
+        """End the thread after the current batch. Items that still wait then fail.
 
         Return False if that takes longer than `timeout_s` seconds: a device may hang.
         """
@@ -95,7 +95,7 @@ class TowerThread:
             self._fail_rest()
 
     def _take_batch(self) -> list[_Waiting] | None:
-        """Wait for an item, and return it with those that wait with it, or None at the end."""
+        """Wait for an item; return it with the next that fit into a batch, or None at the end."""
         first, self._next = self._next or self._queue.get(), None
         if first is None or self._is_closed:
             self._next = first

@@ -105,7 +105,7 @@ decode_question = _to_encoder.decode
 
 
 def check_path(path: str) -> str:
-    """Return the path of a socket. Raise `ModelError` if the system can't have one there."""
+    """Return a path unchanged, or raise `ModelError` if the system can't have a socket there."""
     size = len(os.fsencode(path))
     if not path or size > _MAX_PATH_BYTES:
         raise ModelError(

@@ -45,13 +45,13 @@ from sensorium.types.sampling import GenerationDefaults, SamplingParams, TokenBa
 from sensorium.utils.pausing import Pausing, run_through
 
 logger = logging.getLogger(__name__)
-_COUNTED_CONTEXTS = 4  # the longest text that is only counted, in contexts
+_COUNTED_CONTEXTS = 4  # the longest text that is only tokenised and counted, in contexts
 _Expanded = tuple[list[int], list[MultiModalFeatureSpec], list[CachedItem]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessedRequest:
-    """A request for the core, with handles to release once, by `InputProcessor.release`."""
+    """A request for the core, with media handles to release once, by `InputProcessor.release`."""
 
     request: EngineCoreRequest
     items: tuple[CachedItem, ...]  # one handle per item of media
@@ -61,7 +61,7 @@ class ProcessedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A prompt that is ready for an engine elsewhere, which decodes and processes its media."""
+    """A prompt that is ready for an engine in another process, which will process its media."""
 
     prompt: EnginePrompt
     params: SamplingParams
@@ -223,8 +223,8 @@ class InputProcessor:
     ) -> Pausing[Outline]:
         """Prepare a prompt for an engine elsewhere: fetch and name its media, and decode nothing.
 
-        If all of it can be laid out by headers, the prompt is expanded and tokenised. Raise a
-        `RequestError` with the path of the field that is wrong.
+        If the headers of all media tell their layouts, the prompt is also expanded and tokenised.
+        Raise a `RequestError` with the path of the field that is wrong.
         """
         self._check_grammar(params)
         read = read_prompt(prompt, max_model_len=self.max_model_len)
@@ -310,7 +310,7 @@ class InputProcessor:
     def _place(
         self, prompt: EnginePrompt, items: Sequence[LaidOutItem], *, is_counted_only: bool
     ) -> ExpandedPrompt:
-        """Return the token ids of a prompt with placeholders for its media, and their places."""
+        """Return the token ids of a prompt with placeholders for media, and the media's places."""
         if prompt.positions is not None:
             return list(prompt.token_ids), place_items(items, prompt.positions)
         if prompt.text is not None:
@@ -412,7 +412,7 @@ class InputProcessor:
             return None
 
     def _make_bans(self, params: SamplingParams) -> TokenBans:
-        """Return the bans of the model or of a transcript, with those that the caller adds."""
+        """Return the tokens that the model or a transcript bans, with the caller's `bad_words`."""
         bans = None if params.speech is None else params.speech.bans
         bans = self.defaults.bans if bans is None else bans
         return bans.add(self._get_bad_sequences(params.bad_words))

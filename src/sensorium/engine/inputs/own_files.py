@@ -1,8 +1,8 @@
-"""Finds the paths of files among the media of a caller in this process, who may read them.
+"""Finds file paths in prompts from this process's own code, which may read any file.
 
 A string may be a path where a caller puts media itself: in a part `{"type": "image", "image": ...}`
 of a message, and in `multi_modal_data`. The shapes of OpenAI's API, such as `image_url`, only have
-URLs: an application that passes on conversations of others opens no file for them. Requests over
+URLs: an application that passes on its users' conversations opens no file for them. Requests over
 HTTP don't use this: there a string is a URL or an error, and JSON has no paths.
 """
 
@@ -23,7 +23,7 @@ _MODALITIES = ("image", "video", "audio")
 def find_paths(prompt: AnyPrompt) -> AnyPrompt:
     """Return a copy of a prompt in which strings that are paths of media are `Path` objects.
 
-    What is malformed stays as it is, and is refused when the prompt is read.
+    Malformed parts stay as they are, and are refused when the prompt is read.
     """
     if isinstance(prompt, Chat):
         messages = prompt.messages

@@ -113,7 +113,7 @@ class Preparation:
     async def process_media(
         self, modality: str, begin: BeginProcessing[T], *, drop: Callable[[T], None]
     ) -> T:
-        """Run work on media for a request of several prompts, in the threads for media.
+        """Run work on media that several prompts share, as in a transcript, in the media threads.
 
         `begin` gets the read-only pipeline, and a future that completes if the result is no longer
         wanted. `drop` is called with a result that comes too late. Raise a `RequestError` if the

@@ -132,7 +132,7 @@ def _read_places(rendered: RenderedMedia, reader: ItemReader) -> Iterator[_Row]:
                 modality=modality,
                 mm_hash=name,
                 mm_position=position,
-                # Our own transcripts name windows of a recording so. Other callers may err.
+                # Only our own transcripts use such names, for windows. Other hashes may be wrong.
                 has_content_hash="@" in name,
             )
             yield RenderedItem(path=path, given_hash=name, feature=feature, item=None), brought
@@ -278,7 +278,7 @@ def _check_tokens(
 
 
 def _check_outside(items: Sequence[RenderedItem], max_positions: int) -> None:
-    """Raise a `RequestError` unless there is one audio item at 0 that is not too long."""
+    """Raise a `RequestError` unless there is one audio item, at offset 0 and not too long."""
     if len(items) != 1:
         raise RequestError(f"this model needs exactly one audio item, not {len(items)}")
     position = items[0].feature.mm_position

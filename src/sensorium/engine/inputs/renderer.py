@@ -43,7 +43,7 @@ class ChatKwargs(TypedDict, total=False):
     chat_template: str | os.PathLike[str] | None
     chat_template_kwargs: Mapping[str, Any] | None  # more variables for the template
     add_generation_prompt: bool  # a new answer begins (the default)
-    continue_final_message: bool  # the last message is continued instead
+    continue_final_message: bool  # the last message is continued, and no answer begins
     tools: Sequence[Mapping[str, Any]] | None  # with JSON schemas of their functions
     # The rest goes to the prompt, see `TextPrompt`.
     mm_processor_kwargs: Mapping[str, Any] | None
@@ -126,7 +126,7 @@ class Renderer:
         request_id: str = "",
         **options: Unpack[ProcessKwargs],
     ) -> Pausing[Prepared]:
-        """Turn a prompt or conversation into a request for the core, and pause for media.
+        """Turn a prompt or conversation into a request for the core; pause while media is fetched.
 
         Raise a `RequestError` with the path of the field that is wrong.
         """
@@ -163,7 +163,7 @@ class Renderer:
     ) -> tuple[Prepared, AudioStream]:
         """Return a request for streaming audio, and the stream of its features.
 
-        The text is `delay_ms` behind the audio, `None` for the model's own choice. Raise a
+        The text is `delay_ms` behind the audio (`None`: the model's own delay). Raise a
         `RequestError` if the model takes only whole recordings, or can't have this delay.
         """
         audios, defaults = self.inputs.processor.streaming_audio, self.inputs.defaults

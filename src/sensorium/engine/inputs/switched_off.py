@@ -24,7 +24,7 @@ class SwitchedOff:
 
     @property
     def only_one(self) -> dict[str, str]:
-        """Return a dict from each modality with one item a prompt to the reason for it."""
+        """Return a dict from each modality that is limited to one item a prompt to the reason."""
         reasons = self.reasons
         return {m: reason for m, reason in self._of_core.only_one.items() if m not in reasons}
 
@@ -38,7 +38,7 @@ class SwitchedOff:
         _log_switched_off(modality, reason)
 
     def check(self, modality: str, num_items: int = 1) -> None:
-        """Raise a `RequestError` with the reason if no prompt may have so many of this modality."""
+        """Raise a `RequestError` with the reason if a prompt may not have that many such items."""
         reason = self.reasons.get(modality)
         if reason is not None:
             raise RequestError(f"{modality} is switched off on this server: {reason}")

@@ -84,8 +84,8 @@ def _warm_up_template(renderer: Renderer) -> bool:
 class _PromptWarmup:
     """The part of the warm-up that prepares dummy prompts, and puts them into `dummies`.
 
-    `renderer` is a copy with caches of its own. `inputs` will serve requests, and failing
-    modalities are switched off there. With `has_template`, the prompts are conversations.
+    `renderer` is a copy with caches of its own. `inputs` is the processor for real requests, in
+    which failing modalities are switched off. With `has_template`, the prompts are conversations.
     """
 
     def __init__(

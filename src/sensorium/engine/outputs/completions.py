@@ -35,8 +35,8 @@ def get_child_ids(request: EngineCoreRequest) -> tuple[str, ...]:
 def make_children(request: EngineCoreRequest) -> tuple[EngineCoreRequest, ...]:
     """Split a request into `n` requests for the core, one for each completion.
 
-    The first has the request's seed, from which those of the others are derived. Only the first
-    returns log-probabilities of the prompt.
+    The first has the request's seed, from which the other seeds are derived. Only the first returns
+    log-probabilities of the prompt.
     """
     params = request.sampling_params
     if params.n == 1:
@@ -70,7 +70,7 @@ class WaitingCompletions:
 
 
 class ParallelSampling:
-    """A store of completions that may start only when the first one of their request has a token.
+    """A store of completions that wait until the first one of their request has a token.
 
     `release` is called with the media items of completions that never start.
     """
@@ -80,7 +80,7 @@ class ParallelSampling:
         self._waiting: dict[str, WaitingCompletions] = {}  # id of the first completion -> the rest
 
     def add(self, request: EngineCoreRequest, items: Items) -> tuple[EngineCoreRequest, bool]:
-        """Return a request's first completion, to start at once, and whether others are kept."""
+        """Return a request's first completion, to start at once, and whether there are others."""
         first, *rest = make_children(request)
         if rest:
             self._waiting[first.request_id] = WaitingCompletions(
@@ -103,7 +103,7 @@ class ParallelSampling:
         return ready
 
     def drop(self, child_ids: Iterable[str]) -> None:
-        """Drop what waits for these first completions, and release its media items."""
+        """Drop the completions that wait for these first ones, and release their media items."""
         for child_id in child_ids:
             waiting = self._waiting.pop(child_id, None)
             if waiting is not None:

@@ -57,7 +57,7 @@ class OutputProcessor:
         self._kind = kind
         self._get_text = make_token_text(tokenizer)
         self._states: dict[str, _RequestState] = {}  # request id -> state, until the request ends
-        self._owners: dict[str, _RequestState] = {}  # id in the core -> state, until that ends
+        self._owners: dict[str, _RequestState] = {}  # id in the core -> state, until it ends there
         self._changed: dict[str, _RequestState] = {}  # request id -> state with a delta to take
 
     def add_request(
@@ -225,8 +225,8 @@ class OutputProcessor:
     ) -> tuple[dict[int, Logprob] | None, ...] | None:
         """Return the log-probabilities of the prompt's tokens, or `None` if not requested.
 
-        That of the first token is `None`, because no token precedes it. If the request ended early,
-        only the part that was computed is returned.
+        The entry of the first token is `None`, because no token precedes it. If the request ended
+        early, only the part that was computed is returned.
         """
         if state.request.sampling_params.prompt_logprobs is None:
             return None

@@ -144,7 +144,7 @@ class TextReader:
     def take_text(self, *, is_last: bool = False) -> str:
         """Return the text since the last call.
 
-        Unless it `is_last`, an end that may begin a stop string is held back.
+        Unless `is_last`, the end of the text is held back if it may begin a stop string.
         """
         text = self.text
         end = len(text) - (0 if is_last else count_held_back(text, self._params.stop))
@@ -202,9 +202,9 @@ class Detokenizer:
     A token's text depends on its neighbours (bytes of one character, leading spaces). So the last
     tokens are decoded together with those before them, and the text of the earlier ones is cut off.
 
-    It continues after `token_ids`; the text of the first `num_read` of them was returned before.
-    Special tokens have no text, unless `skip_special_tokens` is false or `kept_special_token_ids`
-    has them.
+    A new detokenizer continues after `token_ids`; the text of the first `num_read` of them was
+    returned before. Special tokens have no text, unless `skip_special_tokens` is false or
+    `kept_special_token_ids` has them.
     """
 
     def __init__(

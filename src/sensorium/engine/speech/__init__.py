@@ -1,1 +1,1 @@
-"""Runs transcripts: gives windows of audio to an engine, as the rules of `speech` ask."""
+"""Runs transcripts: sends windows of audio to an engine, as the rules in `speech` demand."""

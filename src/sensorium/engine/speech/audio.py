@@ -41,7 +41,7 @@ _MODALITY = "audio"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScope:
-    """What all prompts of a transcript share: the scope of caches, and the priority."""
+    """The fields that all prompts of a transcript share: the cache salt and the priority."""
 
     cache_salt: str | None = None
     priority: int = 0
@@ -61,11 +61,11 @@ class AudioSource(Protocol):
     def make_prompt(self, request: WindowRequest) -> Prompt: ...
 
     def restore_pausing(self, cancelled: Future[None] | None = None, /) -> Pausing[None]:
-        """Get what the prompts need again, after one of them named media that no cache has."""
+        """Decode the audio again, after a prompt named media that no cache has any more."""
         ...
 
     def release(self) -> None:
-        """Release the caches' references. This is called once."""
+        """Release the references to cached media. This is called once."""
         ...
 
 
@@ -135,7 +135,7 @@ class WholeAudio:
 
 
 class WithAudioProcessor:
-    """A base of models that process audio as a whole, before windows are cut out of it."""
+    """A base class of models that process audio as a whole, before windows are cut out of it."""
 
     __slots__ = ()
     processor: AudioProcessor

@@ -1,6 +1,6 @@
 """Transcribes audio with an engine in the same process, all items of one call together.
 
-An item that fails costs the others nothing: its transcript has the error.
+An item that fails does not affect the others: its transcript has the error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Running:
         """Return the output of the window that is due, or `None` if it has not ended."""
         output = self.outputs.pop(self.due_frame, None)
         if output is not None:
-            self.asked_frames.discard(self.due_frame)  # it may be asked for once more
+            self.asked_frames.discard(self.due_frame)  # the rules may ask for it once more
         return output
 
 
@@ -95,14 +95,14 @@ class TranscriptBatch:
         self._step = step
         self._abort = abort
         self._max_running = max_running
-        # By the id of a request: the transcript that its window belongs to, and its first frame.
+        # request id -> the transcript to which its window belongs, and the window's first frame
         self._running: dict[str, tuple[_Running, int]] = {}
 
     def run(self, audios: Sequence[Any]) -> Generator[TranscriptDelta, None, None]:
-        """Transcribe all audio together, and yield what is new as soon as it is final.
+        """Transcribe all audio together, and yield new segments as soon as they are final.
 
         Each item has exactly one delta with a `final`, which has the error if the item failed. An
-        item is the path of a file, an address, the bytes of a file, or samples with their rate.
+        item is the path of a file, a URL, the bytes of a file, or samples with their rate.
         """
         todo = deque(enumerate(audios))
         try:
@@ -142,7 +142,7 @@ class TranscriptBatch:
         return _Running(index=index, audio=opened, rules=rules)
 
     def _continue(self, request_id: str, output: RequestOutput) -> TranscriptDelta | None:
-        """Take the result of a window. Return what is new, or `None` if other windows are due."""
+        """Take a window's result; return the next delta, or `None` if another window is due."""
         asked = self._running.pop(request_id, None)
         if asked is None:  # its transcript has failed in another window
             return None
@@ -152,7 +152,7 @@ class TranscriptBatch:
         return None if due is None else self._advance(running, due)
 
     def _advance(self, running: _Running, output: RequestOutput | None) -> TranscriptDelta:
-        """Continue a transcript up to a window without a result, and return what is new."""
+        """Continue a transcript up to a window without a result, and return its next delta."""
         num_before, final = len(running.segments), None
         try:
             step = running.rules.send(_read_result(output))
@@ -176,7 +176,7 @@ class TranscriptBatch:
         return _make_delta(running, running.segments[num_before:], final)
 
     def _ask(self, running: _Running, request: WindowRequest) -> RequestOutput | None:
-        """Submit a window and those that follow it; return its output if it has ended already."""
+        """Submit a window and those that follow it; return its output, or `None` if it runs."""
         for each in (request, *request.following):
             if each.first_frame not in running.asked_frames:
                 running.asked_frames.add(each.first_frame)
@@ -219,7 +219,7 @@ class TranscriptBatch:
 
 
 def _read(audio: Any) -> Any:
-    """Return the bytes of audio that is given as the path of a file; others are unchanged."""
+    """Return the bytes of audio that is given as a file's path, and any other audio unchanged."""
     is_address = isinstance(audio, str) and (":" in audio[:8] and not Path(audio).exists())
     if is_address or not isinstance(audio, str | os.PathLike):
         return audio
@@ -231,7 +231,7 @@ def _read(audio: Any) -> Any:
 
 
 def _read_result(output: RequestOutput | None) -> WindowResult | None:
-    """Return the result of a window, or `None` before the first one. Raise the error it has."""
+    """Return the result in a window's output, or `None` for no output; raise the output's error."""
     if output is None:
         return None
     if output.error is not None:

@@ -1,9 +1,9 @@
 """Transcripts by chat models: each piece of the audio is a prompt of the normal engine.
 
 A file is decoded once, by the pool that processes all media, and cut where it is quiet. A piece is
-a media item with the file's digest and its place as its uuid. The table of a file's pieces is kept.
-So the same file again is neither decoded nor cut: its prompts name only their pieces, and the
-caches have the rest. If a cache has lost a piece, the file is decoded again.
+a media item; its uuid is the file's digest and the place of the piece. The table of a file's pieces
+is kept, so that the same file is neither decoded nor cut again: its prompts only name the pieces,
+which the caches have. If a cache has lost a piece, the file is decoded again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sensorium.utils.silences import Samples, find_cuts
 
 logger = logging.getLogger(__name__)
 _MODALITY = "audio"
-_SCOPE = "pieces of transcripts"  # of uuids; those of clients are digests, and never equal it
+_SCOPE = "pieces of transcripts"  # of uuids; clients' scopes are digests, and never equal it
 _MAX_TABLES = 1024  # files with a table of pieces
 _TOKENS_PER_S = 16  # more than any language needs; a text with more repeats itself
 _MIN_TOKENS = 32
@@ -45,7 +45,7 @@ Cuts = tuple[tuple[int, int], ...]  # the pieces [start, end) of the audio, in s
 
 
 class PiecedAudio:
-    """Audio with known pieces. It has its samples only if it had to be decoded."""
+    """Audio that is divided into pieces. It has samples only if it had to be decoded."""
 
     def __init__(
         self,
@@ -116,14 +116,14 @@ def decode_pausing(
     scope: PromptScope,
     cancelled: Future[None] | None = None,
 ) -> Pausing[CachedItem]:
-    """Decode audio under the limits on all media, and return it with its samples."""
+    """Decode audio under the limits of all media, and return it with its samples."""
     options = ProcessingOptions(cache_salt=scope.cache_salt, is_decoded_only=True)
     (decoded,) = yield from pipeline.process_pausing([item], options, cancelled=cancelled)
     return decoded
 
 
 def get_samples(decoded: CachedItem) -> Samples:
-    """Return the samples of decoded audio, which is still held."""
+    """Return the samples of decoded audio that was not released yet."""
     kwargs = decoded.handle.kwargs
     if kwargs is None:
         raise InvariantError(f"audio {decoded.handle.mm_hash} has no samples")
@@ -160,7 +160,7 @@ class ChatSpeechModel:
         scope: PromptScope,
         cancelled: Future[None] | None = None,
     ) -> Pausing[PiecedAudio]:
-        """Return audio with its pieces. It is decoded only if its pieces are not known."""
+        """Return audio with its pieces; decode it only if no table of its pieces is kept."""
         item, digest = yield from pipeline.identify_pausing(item, cancelled=cancelled)
         key, decoded, rate = (digest, scope.cache_salt), None, self._get_rate()
         cuts = self.tables.get(key)
@@ -211,7 +211,7 @@ class ChatSpeechModel:
     def render(self, options: SpeechOptions) -> tuple[int, ...]:
         """Return the token ids of the prompt, with one marker for the audio.
 
-        Raise a `RequestError` if the model lacks one of the options, or a chat template.
+        Raise a `RequestError` if the model does not support an option, or has no chat template.
         """
         if options.task == "transcribe":
             language = self.instruction.find_language(options)
@@ -232,7 +232,7 @@ class ChatSpeechModel:
         except RequestError as error:
             if not options.prompt:
                 raise
-            raise RequestError(str(error), path=("prompt",)) from error  # the only foreign text
+            raise RequestError(str(error), path=("prompt",)) from error  # the fault is in it
         if prompt.text is None:
             return tuple(prompt.token_ids)
         ids, _ = tokenize(
@@ -241,7 +241,7 @@ class ChatSpeechModel:
         return tuple(ids)
 
     def _read(self, result: WindowResult) -> PieceText:
-        """Return the text of a piece, without what the family writes around it."""
+        """Return the text of a piece, without the words that the model writes around it."""
         special_ids = set(self.processor.tokenizer.all_special_ids)
         token_ids = result.token_ids
         kept = [i for i, token_id in enumerate(token_ids) if token_id not in special_ids]
@@ -250,7 +250,7 @@ class ChatSpeechModel:
             first = str(self.processor.tokenizer.convert_ids_to_tokens(token_ids[0]))
             answer = first + answer if _TAG.fullmatch(first) else answer
         reading = self.instruction.read(answer)
-        if reading.text != answer.strip():  # the tokens before the text are none of it
+        if reading.text != answer.strip():  # leave out tokens before the text
             while kept[1:] and reading.text in self._decode(result, kept[1:]):
                 kept = kept[1:]
         placeholders = self.processor.get_token_ids(_MODALITY)
@@ -275,7 +275,7 @@ def read_chat_model(
     folder: str,
     chat_template: str | None,
 ) -> ChatSpeechModel | None:
-    """Return a chat model, or `None` if it takes no audio or has no chat template."""
+    """Return a chat model, or `None` if it takes no audio or can't be asked to transcribe."""
     if _MODALITY not in processor.modalities:
         return None
     instruction = find_instruction(model_type, folder)

@@ -1,4 +1,4 @@
-"""What models without a decoder can transcribe, such as Parakeet and wav2vec2."""
+"""Transcription by models without a decoder, such as Parakeet and wav2vec2."""
 
 from __future__ import annotations
 

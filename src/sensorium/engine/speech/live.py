@@ -45,7 +45,7 @@ from sensorium.utils.silences import Samples
 
 MAX_WAITING_S = 60.0
 _MAX_EVENTS = 64  # that were not read; then the session waits for its reader
-STEP = RATE // 4  # samples that are looked at at once, so that the event loop is not held up
+STEP = RATE // 4  # samples that are processed at once, so that the event loop is not held up
 _MS_PER_S = 1000
 
 
@@ -75,7 +75,7 @@ class _Turn:
     item_id: str
     samples: Samples
     options: LiveOptions
-    audio_s: float  # since the turn before
+    audio_s: float  # since the end of the previous turn
 
     @property
     def length_s(self) -> float:
@@ -89,7 +89,7 @@ class EventQueue:
         self._events: asyncio.Queue[LiveEvent] = asyncio.Queue(_MAX_EVENTS)
 
     async def put(self, event: LiveEvent) -> None:
-        """Add an event. Wait while too many were not read."""
+        """Add an event, and wait while too many events are unread."""
         await self._events.put(event)
 
     async def get_events(self) -> AsyncIterator[LiveEvent]:

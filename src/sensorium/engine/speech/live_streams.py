@@ -63,7 +63,7 @@ class _Flush:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Item:
-    """What is said until the next commit, and the request that transcribes it."""
+    """An item: the speech until the next commit, and the request that transcribes it."""
 
     item_id: str
     request: AudioRequest
@@ -73,7 +73,7 @@ class _Item:
     num_positions: int = 0  # that were sent to the engine
     num_tokens: int = 0  # that came back
     ended: float | None = None  # when its audio was complete
-    audio_s: float = 0.0  # since the item before, with the silence between them
+    audio_s: float = 0.0  # since the previous item, with the silence between them
     is_committed: bool = False
     is_dropped: bool = False
     reading: asyncio.Task[None] | None = None
@@ -82,7 +82,7 @@ class _Item:
 
     @property
     def num_waiting(self) -> int:
-        """Return the positions without a token. The prompt's last token gets the first one."""
+        """Return how many positions wait for a token. The prompt's last one gets the first."""
         return max(0, self.num_positions + 1 - self.num_prompt_tokens - self.num_tokens)
 
 
@@ -133,7 +133,7 @@ class StreamSession(EventQueue):
         self._num_samples = 0  # of the session so far
         self._counted = 0  # the samples before this one belong to an item, or to a flush
         self._flushed = 0  # the samples before this one belong to a flush
-        self._item: _Item | None = None  # the one that is spoken
+        self._item: _Item | None = None  # the one that is being spoken
         self._turn_id = ""  # of the item of the last turn that began
         self._previous_id: str | None = None
         self._items: asyncio.Queue[_Item | _Flush] = asyncio.Queue()
@@ -244,13 +244,13 @@ class StreamSession(EventQueue):
         self._look_for_room()
 
     async def _complete(self, item: _Item) -> None:
-        """End an item now, with all its audio that the detector holds back."""
+        """End an item now, with the audio that the detector has held back."""
         if self._buffer.is_detecting:
             self._feed(item, self._buffer.take(is_last=True))
         await self._end(item)
 
     async def _end(self, item: _Item, turn: TurnEnded | None = None) -> None:
-        """End the audio of an item. Its text follows."""
+        """End the audio of an item. The rest of its text follows."""
         self._item = None
         item.num_positions += item.request.end()
         end = self._num_samples if turn is None else turn.end
@@ -265,7 +265,7 @@ class StreamSession(EventQueue):
             self._previous_id = item.item_id
 
     def _drop(self) -> None:
-        """Discard the item that is spoken, with its text."""
+        """Discard the item that is being spoken, with its text."""
         item, self._item = self._item, None
         if item is None:
             return
@@ -297,7 +297,7 @@ class StreamSession(EventQueue):
             entry.request.close()
             self._unread.remove(entry)
             if self._item is entry:
-                self._item = None  # it ended by itself, and what follows is another item
+                self._item = None  # it ended by itself, and audio that follows is another item
             self._look_for_room()
 
     async def _read_item(self, item: _Item) -> None:

@@ -1,4 +1,4 @@
-"""What one model can transcribe, and by which rules."""
+"""Speech models: what each of them can transcribe, and by which rules."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class TextTokens:
 @cache
 def _make_byte_table() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for."""
-    # Bytes that Latin-1 prints stand for themselves. The others have the characters from 256 on.
+    # Bytes that Latin-1 prints stand for themselves. The other bytes have characters from 256 on.
     printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printed]
     table = {chr(byte): byte for byte in printed}
@@ -99,7 +99,7 @@ class SpeechModel(Protocol[_Audio]):
     ) -> Pausing[_Audio]:
         """Return audio that is ready to be transcribed. The caller has to release it.
 
-        `pipeline` does not serve the core. Raise a `RequestError` if the audio can't be decoded.
+        `pipeline` is the readonly one. Raise a `RequestError` if the audio can't be decoded.
         """
         ...
 
@@ -114,7 +114,7 @@ class SpeechModel(Protocol[_Audio]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhisperModel(WithAudioProcessor):
-    """A Whisper: its processor for audio, its tokens and its settings."""
+    """A Whisper model: its audio processor, its tokens and its settings."""
 
     processor: AudioProcessor
     tokenizer: TextTokens
@@ -180,7 +180,7 @@ class PieceModel(WithAudioProcessor):
 
 
 def find_tasks(kind: ModelKind, speech: SpeechModel[Any] | None) -> frozenset[Task]:
-    """Return what a model can be asked to do; `speech` is the result of `read_speech_model`."""
+    """Return the tasks that a model can do; `speech` is the result of `read_speech_model`."""
     tasks: set[Task] = set(PROMPT_TASKS) if kind.takes_prompts else set()
     if speech is not None:
         tasks |= {"transcription", "realtime"}
@@ -192,7 +192,7 @@ def find_tasks(kind: ModelKind, speech: SpeechModel[Any] | None) -> frozenset[Ta
 def read_speech_model(
     frontend: Frontend, *, chat_template: str | None = None
 ) -> SpeechModel[Any] | None:
-    """Return what a model can transcribe, or `None`; `chat_template` replaces the model's own."""
+    """Return how a model transcribes, or `None` if it can't; `chat_template` replaces its own."""
     processor, config = frontend.processor, frontend.checkpoint.hf_config
     directory = frontend.checkpoint.directory
     if isinstance(processor.outside_audio, CtcTransducerProcessor):

@@ -1,4 +1,4 @@
-"""What streaming models can transcribe of whole files, such as Voxtral-Realtime."""
+"""Transcription of whole files by streaming models, such as Voxtral-Realtime."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ _MODALITY = "audio"
 class AsyncTranscriber:
     """A transcriber for one frontend, which runs any number of transcripts at a time.
 
-    The windows of one run one after the other if each depends on the text before it, and some at a
-    time otherwise. Those of different transcripts are computed together.
+    The windows of one transcript run one after the other if each depends on the text before it;
+    otherwise some run at a time. Windows of different transcripts are computed together.
     """
 
     def __init__(self, engine: AsyncEngine, model: SpeechModel[Any]) -> None:
@@ -109,7 +109,7 @@ class _Windows:
         self._restoring = asyncio.Lock()
 
     async def decode(self, request: WindowRequest) -> WindowResult:
-        """Return what the engine finds in a window, and start those that follow it."""
+        """Return the result of a window, and also start the windows that follow it."""
         for each in (request, *request.following):
             if each.first_frame not in self._tasks:
                 self._tasks[each.first_frame] = asyncio.create_task(self._run(each))
@@ -125,7 +125,7 @@ class _Windows:
         try:
             return await self._generate(request)
         except MissingMediaError:
-            async with self._restoring:  # the audio is needed once for all windows
+            async with self._restoring:  # the audio is decoded once for all windows
                 await self._engine.process_media(
                     _MODALITY,
                     lambda _, cancelled: self._audio.restore_pausing(cancelled),
@@ -158,7 +158,7 @@ async def _advance_alone(
 def _advance(
     rules: Transcription, result: WindowResult | None
 ) -> WindowRequest | Segment | Transcript:
-    """Return what comes next in a transcript: a window to decode, a segment, or all of it."""
+    """Return what comes next: a window to decode, a segment, or the whole transcript."""
     try:
         return rules.send(result)
     except StopIteration as end:

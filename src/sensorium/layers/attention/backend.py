@@ -35,8 +35,8 @@ class StepLayout:
     query_lens: tuple[int, ...]  # per request: tokens that the step computes
     seq_lens: tuple[int, ...]  # per request: tokens computed after the step
     groups: tuple[GroupTables, ...]
-    # int64 [N]: each token attends to the positions before this one. Inside a span with attention
-    # in both directions, it is the end of the span. None: attention is causal everywhere.
+    # int64 [N]: the exclusive end of the positions that each token attends to. Inside a span with
+    # attention in both directions, it is the span's end. None: attention is causal everywhere.
     attend_until: torch.Tensor | None
 
     @property
@@ -71,7 +71,7 @@ def find_common_obstacle(
 ) -> str | None:
     """Return why half-precision CUDA kernels can't compute these layers, or None if they can.
 
-    It checks what several backends have in common: the device, the dtype, and equal sizes of keys
+    This checks what several backends have in common: the device, the dtype, and equal sizes of keys
     and values.
     """
     if device.type != "cuda":

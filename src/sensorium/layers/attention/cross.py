@@ -1,8 +1,8 @@
 """Computes cross-attention: the tokens of a request attend to all positions of its media.
 
 Keys and values of the media lie in pages like those of tokens. A request gets all its pages at
-once, and mostly they follow one another. Then a CPU reads them in place, and otherwise it gathers
-them. A GPU uses the kernel for decoding.
+once, and mostly they are consecutive. A CPU reads consecutive pages in place, and gathers others
+first. A GPU uses the kernel for decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sensorium.layers.attention.backend import LayerCache
 from sensorium.layers.kernels import find_obstacle
 
-# It gets the number of a row, its query and its keys.
+# Called with the number of a row, its query and its keys.
 Observe = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
@@ -27,7 +27,7 @@ class CrossRow:
     start: int  # the tokens [start, end) of the step
     end: int
     num_positions: int
-    first_block: int | None  # None: its blocks don't follow one another
+    first_block: int | None  # None: its blocks are not consecutive
     block_ids: torch.Tensor  # int64 [blocks]
 
 
@@ -45,7 +45,7 @@ def attend_cross(
     cache: LayerCache,
     tables: CrossTables,
     query: torch.Tensor,  # [1, H, N, D]
-    key: torch.Tensor,  # [1, K, new positions, D]; one more row if there are none
+    key: torch.Tensor,  # [1, K, new positions, D]; one unused row if there are none
     value: torch.Tensor,
     *,
     scaling: float | None,

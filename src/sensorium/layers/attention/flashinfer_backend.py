@@ -45,7 +45,7 @@ class _Kind(NamedTuple):
 class _StepPages:
     """The layout of a step as int32 tensors in the form that FlashInfer needs.
 
-    A page is a block of the KV cache. All tensors but the page ids are in pinned host memory.
+    A page is a block of the KV cache. All tensors except the page ids are in pinned host memory.
     """
 
     query_starts: torch.Tensor  # [B + 1]

@@ -3,7 +3,7 @@
 Decoding requests with lengths between the same two powers of two form a bucket. Each bucket is
 padded and takes one call, so that a long request doesn't slow down the short ones. The query heads
 of one key head are folded into the query length, which is about a third faster than repeating the
-keys. Masks and block lists are made once per step and group, and used by all its layers.
+keys. Masks and block lists are made once per step and group, for all layers of the group.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _found: list[bool] = []  # the setting that was found, once for each step that i
 def use_ready_kernels() -> Iterator[None]:
     """Keep `scaled_dot_product_attention` from using cuDNN kernels, inside a `with`.
 
-    They are compiled for every new pair of lengths, which takes some 50 ms, and new lengths come
+    Those are compiled for every new pair of lengths, which takes some 50 ms, and new lengths come
     with almost every request. The setting belongs to the process, where several engines may be in a
-    step at once. So the last one restores what the first one found.
+    step at once. So the last engine restores the setting that the first one found.
     """
     with _lock:
         was_enabled = _found[0] if _found else torch.backends.cuda.cudnn_sdp_enabled()
@@ -254,7 +254,7 @@ class TorchPagedAttention:
 class InPlaceAttention(TorchPagedAttention):
     """A base class for backends with kernels that read the pages of the KV cache in place.
 
-    If media tokens of a step attend in both directions, the torch backend computes all of it.
+    If media tokens of a step attend in both directions, the torch backend computes that step.
     """
 
     _layout: StepLayout | None = None

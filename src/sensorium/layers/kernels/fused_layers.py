@@ -99,7 +99,7 @@ def add_and_normalize(
     offset: float = 0.0,
     rounds_first: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum x + added, or x if that is None, and the RMS norm of each row of it."""
+    """Return x + added, or x if `added` is None, and the RMS norm of each row of this sum."""
     rows = _get_rows(x)
     added_rows = rows if added is None else _get_rows(added)
     output = torch.empty(rows.shape, dtype=x.dtype, device=x.device)

@@ -61,7 +61,7 @@ def _get_mean(distances: torch.Tensor) -> float:
 
 
 def _get_distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return each number's difference for `get_distance`; none if they can't be compared."""
+    """Return each number's relative difference, or an empty tensor if they can't be compared."""
     if found.shape != expected.shape:
         return expected.new_empty(0)
     found, expected = found.float().flatten(0, -2), expected.float().flatten(0, -2)

@@ -35,7 +35,7 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 
 @dataclass
 class Fusion:
-    """A record of the modules that have fused forms, which can switch these off."""
+    """A record of the modules that have fused forms, which can switch the fused forms off."""
 
     # Kind -> number of replacements, for the log.
     counts: Counter[str] = field(default_factory=Counter)
@@ -94,7 +94,7 @@ def fuse(model: nn.Module, device: torch.device) -> Fusion:
 
 
 def _try(fuse_one: Callable[..., None], fusion: Fusion, module: nn.Module, *arguments: Any) -> None:
-    """Call `fuse_one` for a module that was not replaced yet; if that fails, it stays as it is."""
+    """Call `fuse_one` for a module that was not replaced yet; if that fails, the module stays."""
     if "forward" in vars(module):  # it has been replaced already
         return
     try:
@@ -152,7 +152,7 @@ def _copy_exactly(layer: nn.Module) -> nn.Module:
 
 
 def _find_inner(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the input of a gated layer's last matrix product, and its first outputs, joined."""
+    """Return the input of a gated layer's last product, and the joined outputs of the first."""
     seen: list[torch.Tensor] = []
     layer.get_submodule("down_proj").register_forward_pre_hook(lambda _, x: seen.append(x[0]))
     layer(x)
@@ -207,7 +207,7 @@ def _fuse_rotary_positions(fusion: Fusion, model: nn.Module) -> None:
     """Make the attention modules of a model apply rotary positions with our kernel.
 
     Each module gets a copy of its `forward` with other globals, in which our function has the name
-    of Transformers' own. Other models in the process keep theirs.
+    of Transformers' own. Other models in the process keep Transformers' function.
     """
     weight = next(model.parameters())
     forwards: dict[Any, FunctionType | None] = {}
@@ -239,7 +239,7 @@ def _make_rotating(forward: FunctionType, weight: torch.Tensor) -> FunctionType 
 
 
 def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | None:
-    """Return our form of a rotary function of Transformers, or None if they don't agree."""
+    """Return our form of a rotary function of Transformers, or None if the results differ."""
     from sensorium.layers.kernels.fused_layers import rotate
 
     parameters = list(inspect.signature(original).parameters) if callable(original) else []
@@ -283,7 +283,7 @@ def _make_rotate(original: Any, weight: torch.Tensor) -> Callable[..., Any] | No
         shapes = [((6, 4, size), (6, size)) for size in (64, 80)]
     try:
         agrees = all(_agrees(rotate_both, original, *shape, weight) for shape in shapes)
-    except Exception:  # a function that has to be called in another way
+    except Exception:  # a function that needs other arguments
         logger.debug("%s was not tried", original, exc_info=True)
         return None
     return rotate_both if agrees else None

@@ -2,7 +2,7 @@
 
 An encoder gets grids, lengths and masks as tensors on the device. It reads them back to continue,
 and so waits for all pending work of the device. But the host had these numbers before. Inside
-`keep_host_copies` they can be looked up.
+`keep_host_copies` they can be looked up: they are *known*.
 
 `following` is for encoders that are captured as a CUDA graph and must never wait. What is computed
 from known numbers alone is computed on the host, and the result is sent to the device. This is
@@ -46,7 +46,7 @@ _CHANGES = {
 
 
 class HostCopies:
-    """A lookup of the host's copies of tensors on the device, by the identity of the tensor.
+    """A lookup of host copies of the device's tensors, by the identity of the tensor object.
 
     Equal tensors are sent to the device only once. None can be sent while a CUDA graph is captured,
     so an encoder first runs once without a capture.
@@ -62,7 +62,7 @@ class HostCopies:
         self._is_complete = False
 
     def complete(self) -> None:
-        """Refuse to send further tensors that were not sent before."""
+        """Make `send` refuse tensors that were not sent before."""
         self._is_complete = True
 
     def send(self, on_host: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -110,7 +110,7 @@ def get_host_copies() -> HostCopies | None:
 def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[HostCopies]:
     """Make encoders compute lengths and positions from host copies of tensors, inside a `with`.
 
-    Copies of tensors that are derived from these are added to the result.
+    Copies of tensors that are derived from these are added to the yielded object.
     """
     copies = HostCopies(pairs)
     token = _current.set(copies)
@@ -123,8 +123,8 @@ def keep_host_copies(pairs: Iterable[Pair]) -> Iterator[HostCopies]:
 class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, in a `with`)
     """Compute what depends on known numbers alone on the host, inside a `with`.
 
-    The results are sent to the device and become known. They may be tensors of their own where
-    torch would return a view. So a model that writes into such a view computes something else, and
+    The results are sent to the device and become known. They may be new tensors where torch
+    would return a view. So a model that writes into such a view computes something else, and
     its results have to be compared with those of a plain run.
     """
 
@@ -152,7 +152,7 @@ class following(TorchFunctionMode):  # noqa: N801 (it is used like a function, i
     def _check_changes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Raise a `RuntimeError` if a function changes a known tensor of the device.
 
-        Equal tensors are one tensor here, so others would change with it.
+        Equal tensors share one copy on the device, so the others would change as well.
         """
         name = getattr(func, "__name__", "")
         is_change = name.endswith("_") and not name.endswith("__")

@@ -36,7 +36,7 @@ _MAX_MISSES = 3
 _ALIGNMENT = 8  # in numbers of 2 bytes
 _STEP = 64  # a width is padded to the next multiple of it
 _NUM_ROWS = 32
-_LARGE = 32.0  # how much larger the test numbers in the padding are than others
+_LARGE = 32.0  # how much larger the test numbers in the padding are than all others
 
 # ---- products of one input
 
@@ -123,7 +123,7 @@ def _join(members: Sequence[nn.Module]) -> SiblingGroup | None:
 
 @torch.inference_mode()
 def align_widths(model: nn.Module) -> int:
-    """Pad inner matrix widths of modules in place for faster kernels, and return how many."""
+    """Pad inner matrix widths of modules in place for faster kernels; return their number."""
     num_uses = Counter(id(child) for module in model.modules() for child in module.children())
     padded = 0
     for module in list(model.modules()):
@@ -190,8 +190,8 @@ def _measure_padded(
     """Return the largest relative difference between a padded module and its original.
 
     The module is run with zeros in the padding of the first products (`producers`), and then with
-    large numbers instead. These are multiplied by zero in the end. But they change the result if
-    something in between depends on all numbers, such as a norm or a softmax. A module that fails
+    large numbers there. These are multiplied by zero in the end. But they change the result if
+    a part in between depends on all numbers, such as a norm or a softmax. A module that fails
     has the distance infinity.
     """
     try:

@@ -9,8 +9,8 @@ the device. So ours has "flash" in its name. Only towers that can call it in thi
 
 2. Lengths and positions. Towers derive them from the grids of their pictures with functions of
 `transformers.vision_utils`, which read the grids back from the device. Inside `keep_host_copies`
-they compute on the host and send their results to the device; outside, they work as before. They
-are replaced in the towers' Python modules, under the names that are used there.
+these functions compute on the host and send their results to the device; outside, they work as
+before. They are replaced in the towers' Python modules, under the names that are used there.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _packed_attention(
 
 
 def _get_lengths(starts: torch.Tensor) -> PackedLengths:
-    """Return lengths of sequences from their starts; wait for the device without a host copy."""
+    """Return lengths of sequences from their starts; without a host copy, wait for the device."""
     copies = get_host_copies()
     if copies is None:
         return PackedLengths.from_starts(starts, starts.cpu())

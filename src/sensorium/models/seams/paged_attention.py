@@ -1,9 +1,9 @@
 """Registers our attention as an implementation that the decoders of Transformers can call.
 
-A decoder that is set to its name calls it in every attention layer. The object that computes
-attention is a keyword argument of the decoder: in every family tried, decoders pass unknown ones on
-to the attention function. Encoders keep their attention. Transformers builds no masks for an
-implementation that it doesn't have in its own list.
+A decoder that is set to this implementation calls it in every attention layer. The object that
+computes attention is a keyword argument of the decoder: in every family tried, decoders pass
+unknown arguments on to the attention function. Encoders keep their own attention. Transformers
+builds no masks for an implementation that is not in its own list.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _current: ContextVar[AttentionCall | None] = ContextVar("attention call", defaul
 
 @contextmanager
 def attending(call: AttentionCall) -> Iterator[None]:
-    """Let layers that get no attention call from their decoder use this one, inside a `with`."""
+    """Let layers that get no attention call from their decoder use `call`, inside a `with`."""
     token = _current.set(call)
     try:
         yield

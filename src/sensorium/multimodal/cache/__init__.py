@@ -1,1 +1,1 @@
-"""Caches of processed items: on the frontend's side, on the core's, and between them."""
+"""Caches of processed media items in frontends, in the core, and in memory that they share."""

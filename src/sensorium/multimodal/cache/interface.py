@@ -22,13 +22,13 @@ from sensorium.types.multimodal import (
 
 @dataclass(slots=True, kw_only=True)
 class CacheStatistics:
-    """The counters of a cache, which returns copies of them, and its present content."""
+    """The counters of a cache, and its size at this moment. Caches return a copy of them."""
 
     num_queries: int = 0
     num_hits: int = 0
     num_evictions: int = 0
-    num_resends: int = 0  # items that the core had lost
-    num_oversize: int = 0  # items that no room could be made for
+    num_resends: int = 0  # items that are sent again, because the core had lost them
+    num_oversize: int = 0  # items that are not cached, because no room could be made for them
     num_items: int = 0  # at this moment
     num_bytes: int = 0  # at this moment
     capacity_bytes: int = 0
@@ -47,7 +47,8 @@ class ItemHandle:
     num_bytes: int
     is_hit: bool = False  # the cache had the item before this request
     kwargs: MultiModalKwargsItem | None = None  # the tensors, where the frontend has them
-    reference: ShmReference | None = None  # a lease on the place in shared memory
+    # The item's place in shared memory. A lease (a hold) keeps the item there until the release.
+    reference: ShmReference | None = None
 
 
 class ProcessorCache(Protocol):
@@ -57,7 +58,7 @@ class ProcessorCache(Protocol):
     """
 
     def is_cached(self, mm_hash: str, *, needs_layout: bool = True) -> bool:
-        """Return True if `get_and_update_item` would find the item; count and reorder nothing."""
+        """Return True if the item is cached, without counting a query or marking it as used."""
         ...
 
     def get_and_update_item(
@@ -68,13 +69,13 @@ class ProcessorCache(Protocol):
         The item becomes the most recently used, and stays until `release`. If the cache has it,
         that counts as a query and a hit. If not and `item` is given, that counts as a query, and
         `item` is stored if there is room. If not and `item` is None, return None and count nothing:
-        the caller processes the item and calls again. An entry that is absent only for its lack of
-        a layout takes over that of `item`, and keeps its own tensors.
+        the caller processes the item and calls again. An entry that counts as absent only because
+        it has no layout gets the layout of `item`, and keeps its own tensors.
         """
         ...
 
     def release(self, handles: Iterable[ItemHandle]) -> None:
-        """Release each of these handles, exactly once, so that its item may be evicted."""
+        """Release handles, each exactly once, so that their items may be evicted."""
         ...
 
     def clear_cache(self) -> None:
@@ -97,9 +98,9 @@ class SenderCache(ProcessorCache, Protocol):
     def handle_missing(self, missing: MissingItems) -> None:
         """Record that the core has refused a request because it lacks these items.
 
-        The caller then makes another transfer. A handle with tensors can be used again. For one
-        without, the caller gets a new one from `get_and_update_item`, as for a new item (that
-        counts as one more query), and releases the old one.
+        The caller then makes another transfer. A handle with tensors can be used again. A handle
+        without tensors must be released, and replaced by a new one from `get_and_update_item`, as
+        for a new item (that counts as one more query).
         """
         ...
 
@@ -113,7 +114,7 @@ class ReceiverCache(Protocol):
         """Return the tensors of a request's items by `mm_hash`, and hold them until `release`.
 
         `transfer` came with the request. If the core lacks items, hold nothing, and return a
-        `MissingItems` that lists those to send.
+        `MissingItems` that lists the items to send.
         """
         ...
 

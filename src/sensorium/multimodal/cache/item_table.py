@@ -1,15 +1,16 @@
-"""The cache of processed items that one process keeps for itself, within a number of bytes.
+"""A cache of processed items for one process alone, with a limit on its size in bytes.
 
-It serves requests that only render or tokenise: a repeated one decodes nothing, and the order of
-the cache that leads a core is not disturbed. `mirror.MirrorSender` extends it to lead a core.
+It serves requests that only render or tokenise: a repeated request decodes nothing, and the order
+of eviction in the core's cache is not disturbed. `mirror.MirrorSender` extends this class, and
+decides what the core's cache keeps.
 
 Invariants:
   1. The entries together have at most `capacity_bytes`.
   2. An entry is not evicted while a handle for it is unreleased.
   3. Of the other entries the least recently used is evicted first. The release of the last handle
      is a use.
-  4. Each handle that is given out counts as one query, and as a hit if no item was needed.
-  5. Without a capacity nothing is kept or counted: every item travels with its request.
+  4. Each handle that is given out counts as one query, and as a hit if the cache had the item.
+  5. With a capacity of 0 nothing is kept or counted: every item travels with its request.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class ItemEntry:
     num_bytes: int
     kwargs: MultiModalKwargsItem | None  # None: only the core has the tensors
     sent_in: int | None = None  # number of the message that took the tensors to the core
-    # A pin belongs to an entry and not to its hash: another entry of that hash does not have it.
+    # The unreleased handles for this entry. A later entry for the same hash has pins of its own.
     num_pins: int = 0
 
 
@@ -69,11 +70,11 @@ class ByteLru:
         return num_bytes <= self.capacity_bytes - self._num_pinned_bytes
 
     def add(self, entry: ItemEntry) -> list[ItemEntry]:
-        """Keep an entry and its pins, and return those that were evicted to make room for it."""
+        """Store an entry with its pins, and return the entries that were evicted to make room."""
         if entry.mm_hash in self._entries or not self.can_add(entry.num_bytes):
             raise InvariantError(f"media item {entry.mm_hash} is cached already, or does not fit")
         victims = []
-        # It ends: what has no pin is enough, by `can_add`.
+        # The loop ends: `can_add` has found that evicting all entries without a pin is enough.
         while self.num_bytes > self.capacity_bytes - entry.num_bytes:
             victims.append(self._entries[next(iter(self._evictable))])
             self.remove(victims[-1])
@@ -93,7 +94,7 @@ class ByteLru:
             self._num_pinned_bytes += entry.num_bytes
 
     def unpin(self, entry: ItemEntry) -> None:
-        """Remove one pin; without any, the entry becomes evictable, as the most recently used."""
+        """Remove one pin; after the last, the entry is evictable, as the most recently used."""
         if not entry.num_pins:
             raise InvariantError(f"media item {entry.mm_hash} is unpinned, but has no pin")
         entry.num_pins -= 1
@@ -196,7 +197,7 @@ class ItemTable:
                 self._add(entry)
 
     def _pin_kept(self, handle: ItemHandle) -> bool:
-        """Move a handle's pin to the present entry for its hash; return False if there is none."""
+        """Move a handle's pin to the cache's entry for its hash; return False if it has none."""
         entry, previous = self._lru.get(handle.mm_hash), self._held[handle]
         if entry is not None and entry is not previous:
             self._lru.pin(entry)
@@ -235,7 +236,7 @@ class ItemTable:
             self._note_removals([entry])
 
     def _note_removals(self, entries: Iterable[ItemEntry]) -> None:
-        """Do nothing, unless a subclass leads a core, which has to drop the removed entries."""
+        """Do nothing here; `MirrorSender` records the entries that the core has to drop."""
 
     def _warn_if_too_large(self, num_bytes: int) -> None:
         capacity_bytes = self._lru.capacity_bytes

@@ -1,10 +1,11 @@
-"""The mirrored cache: the frontend leads, and the core follows.
+"""The mirrored cache: the frontend decides which processed items the core keeps.
 
 The leader (`MirrorSender`) decides what the core keeps. It owns the order, sizes and layouts of
 what the core holds, and the tensors that were not sent yet. Its entries are *staged* (it has the
 tensors, and never sent them) or *sent* (the core has the tensors, and the leader dropped them). The
-follower (`MirrorReceiver`) owns the tensors in the core and never chooses. An *epoch* is one life
-of the follower's cache, from one clearing to the next, and has a random number.
+follower (`MirrorReceiver`) owns the tensors in the core, and keeps and drops what it is ordered to.
+An *epoch* is one life of the follower's cache, from one clearing to the next. A random number
+identifies it.
 
 Invariants:
   1. After message n, the follower keeps exactly what the leader had sent when it made n.
@@ -34,7 +35,7 @@ from sensorium.types.multimodal import (
     Transfer,
 )
 
-UNKNOWN_EPOCH = 0  # of no core: the core answers the first message with its own epoch
+UNKNOWN_EPOCH = 0  # no core has it: the core answers the first message with its own epoch
 
 
 class MirrorSender(ItemTable):
@@ -44,20 +45,21 @@ class MirrorSender(ItemTable):
         super().__init__(capacity_bytes)
         self._epoch = epoch
         self._next_sequence = 0
-        # Hashes of sent entries that are no longer kept, and that the core does not know of yet.
+        # Hashes of sent entries that were evicted here, which the next message orders the core to
+        # drop.
         self._evictions: list[str] = []
 
     @property
     def has_pending_evictions(self) -> bool:
-        """Return True if the core holds items that were evicted here, until the next message."""
+        """Return True if the core still holds evicted items, until the next message is sent."""
         with self._lock:
             return bool(self._evictions)
 
     def make_transfer(self, handles: Sequence[ItemHandle]) -> Transfer:
-        """Return the message that brings a request's items to the core, and lists those to drop.
+        """Return the message that brings a request's items to the core, and lists items to drop.
 
-        Without handles it does only the latter. If a message is lost, or arrives twice or out of
-        order, the core begins a new epoch.
+        Without handles it only lists items to drop. If a message is lost, or arrives twice or out
+        of order, the core begins a new epoch.
         """
         with self._lock:
             self._rebind(handles)
@@ -78,8 +80,8 @@ class MirrorSender(ItemTable):
         """Record which items the core lacks, so that they are sent again.
 
         The core's answers must be passed in the order in which they came. An item that was sent
-        after the core gave this answer is not sent again. With a new epoch, all sent items count as
-        lost.
+        after the core gave this answer is not sent again. If the core has begun a new epoch, all
+        sent items count as lost.
         """
         with self._lock:
             self._counts.num_resends += len(missing.mm_hashes)
@@ -165,8 +167,8 @@ class MirrorReceiver:
     def _refuse(self, update: MirrorUpdate) -> None:
         """Begin a new epoch, after a message that does not follow the last one.
 
-        It shows that a message was lost or came twice, or that the sender is in another epoch. If
-        no message of this epoch has come yet, one of another epoch is only late, and nothing
+        Either a message was lost or came twice, or the sender is in another epoch. But if no
+        message of this epoch has come yet, a message of another epoch is only late, and nothing
         changes.
         """
         if update.epoch == self.epoch or self._num_applied:

@@ -1,7 +1,7 @@
-"""The sides of the shared-memory cache: frontends find and put items, the core reads them.
+"""Access to the shared-memory cache: frontends find and store items, and the core reads them.
 
 The store (`shm_store`) decides what is kept, and for how long. Any number of senders, readers and
-receivers may share it, each with its own instance.
+receivers may share the memory, each with a store object of its own.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _MAX_MISSING = 4096
 
 
 class ShmSender:
-    """A `SenderCache` of items that this process or others have put into shared memory.
+    """A `SenderCache` of items that this or another process has put into shared memory.
 
     Its handles point to shared memory. A handle carries the tensors only if they must be sent in a
-    message: shared memory had no room, or the core did not find them there.
+    message, because shared memory had no room for them, or the core did not find them there.
     """
 
     def __init__(self, store: ShmStore) -> None:
@@ -110,9 +110,9 @@ class ShmSender:
 
     @contextmanager
     def reading(self, mm_hash: str) -> Iterator[MultiModalKwargsItem | None]:
-        """Give the tensors of an item in shared memory, which stay there meanwhile, or None.
+        """Give the `with` block the tensors of an item, or None if shared memory does not have it.
 
-        This counts as no query.
+        The item is not evicted during the block. This counts as no query.
         """
         item = self._store.acquire(mm_hash, is_use=False)
         if item is None:
@@ -130,10 +130,10 @@ class ShmSender:
         return replace(handle, kwargs=item.kwargs)
 
     def _put(self, item: ProcessedItem) -> tuple[ItemHandle, bool]:
-        """Put an item into shared memory; return a handle, and whether it was there already.
+        """Put an item into shared memory; return a handle, and whether the item was there before.
 
         If there is no room, but shared memory has the item without a layout, the handle refers to
-        that.
+        the tensors there.
         """
         reference, was_there = self._store.put_or_find(item)
         if reference is None and (bare := self._store.acquire(item.mm_hash)) is not None:
@@ -191,10 +191,10 @@ class SharedReadonlyCache(ItemTable):
         return replace(item, is_hit=True)
 
     def _acquire(self, mm_hash: str, *, needs_layout: bool) -> ItemHandle | None:
-        """Return a handle on an item in shared memory with its tensors, or None without one.
+        """Return a handle with the tensors of an item in shared memory, or None if it has none.
 
-        An item that was stored with an encoder output counts as absent: a renderer sends the item's
-        own tensors, and that item lacks some of them.
+        An item that was stored with its encoder output counts as absent: it lacks some of the
+        item's own tensors, which a renderer has to send.
         """
         item = self._store.acquire(mm_hash, needs_layout=needs_layout, is_use=False)
         if item is None:

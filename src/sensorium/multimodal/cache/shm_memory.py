@@ -1,11 +1,12 @@
 """The memory of a shared-memory store: a segment with a mutex, and a table of its content.
 
-Free of torch, so that a parent may make the memory for processes that attach to it. The memory is
-an anonymous file (`memfd_create`). Without a name, nothing can be left behind: it goes with the
-last process that holds it. Other processes inherit its descriptor.
+This module does not import torch, so that a parent without torch can create the memory for the
+processes that attach to it. The memory is an anonymous file (`memfd_create`). It has no name, so
+nothing is left behind: the system frees it with the last process that holds it. Other processes
+inherit its descriptor.
 
 The table owns the slots and the order of use, and never touches the bytes of an item. Its methods
-run inside the mutex, and a SIGKILL may cut any of them off after any of its stores.
+run inside the mutex, and a SIGKILL may cut any of them off after any of its writes to memory.
 
 Invariants of the segment:
   1. Every byte is reserved before its first use, and the size is sealed: no access can end in a
@@ -16,10 +17,11 @@ Invariants of the segment:
      forked either: a child that lives on without `exec` would keep its parent's locks.
 
 Invariants of the table, at every instruction:
-  1. A slot changes hands by one aligned store: of its state, or of one word of its leases. Its
-     other fields are written while it is FREE and not read.
-  2. Slots that are not FREE don't overlap. Free space is what they leave; it is not recorded.
-  3. A slot with a lease is freed only by its last leaseholder, or after that one's death.
+  1. A slot changes its owner by one aligned write: of its state, or of one word of its leases. Its
+     other fields are written only while it is FREE, because nothing reads them then.
+  2. Slots that are not FREE don't overlap. The free space between them is not recorded.
+  3. A lease of a process keeps the item in its slot. The slot is freed only by the last process
+     that has a lease on it, or after the death of that process.
   4. WRITING and RETIRED slots without a lease have no owner; `free_orphans` frees them.
   5. Items lie in the reserved part of the data region, which starts at its beginning and only
      grows. Where the system lacks memory for that, the table evicts items as if it were full.
@@ -48,7 +50,7 @@ from sensorium.utils.system_memory import get_free_system_bytes
 
 logger = logging.getLogger(__name__)
 
-# What the system keeps available for others when memory for items is reserved.
+# The bytes that must stay available to other processes when memory for items is reserved.
 _LEFT_BYTES = 256 * 2**20
 # struct flock of 64-bit Linux: type, whence, start, length, pid, padding.
 _FLOCK = struct.Struct("@hhqqi0q")
@@ -76,8 +78,9 @@ class ShmSegment:
     def create(cls, num_bytes: int, *, reserved_bytes: int) -> ShmSegment:
         """Return new shared memory of `num_bytes` zeros.
 
-        Only the first `reserved_bytes` may be used before `reserve` has returned True for others.
-        Raise `ModelError` if the system is not Linux, or has too little memory.
+        Only the first `reserved_bytes` may be used at once. Other bytes may be used after `reserve`
+        has returned True for them. Raise `ModelError` if the system is not Linux, or has too little
+        memory.
         """
         if sys.platform != "linux":
             raise ModelError(
@@ -103,8 +106,8 @@ class ShmSegment:
 
     def reserve(self, start: int, end: int) -> bool:
         """Reserve the bytes `[start, end)`; return whether the system had memory for them."""
-        # Looked up first: a reservation beyond a control group's limit would not fail, but have the
-        # kernel kill a process.
+        # The free memory is checked first: a reservation beyond a control group's limit would not
+        # fail, but have the kernel kill a process.
         free_bytes = get_free_system_bytes()
         if end - start + _LEFT_BYTES <= free_bytes:
             try:
@@ -142,7 +145,7 @@ class ShmSegment:
         """Return a member number for this instance, while the caller holds the mutex.
 
         It is below `max_members`, and no other living instance in any process has it. Raise
-        `CapacityError` if all are taken.
+        `CapacityError` if all numbers are taken.
         """
         for member in range(max_members):
             try:
@@ -160,7 +163,10 @@ class ShmSegment:
         return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Close the descriptors and end the membership, inside the mutex; views stay usable."""
+        """Close the descriptors and give up the member number; call this inside the mutex.
+
+        Views of `buffer` stay usable.
+        """
         self._is_closed = True
         os.close(self._lock_fd)
         os.close(self.fd)
@@ -188,8 +194,8 @@ Key = bytes  # of 32 bytes
 class SlotState:
     """The states of a slot, which is the row of the table for one item.
 
-    They are numpy integers instead of an enum, because comparing a column of the table with
-    anything else takes many times as long.
+    They are numpy integers and not an enum, because comparing a column of the table with values of
+    other types takes many times as long.
     """
 
     FREE = np.uint64(0)
@@ -226,7 +232,7 @@ class ShmIndex:
     def __init__(
         self, buffer: memoryview, *, reserve: Callable[[int, int], bool] = lambda *_: False
     ) -> None:
-        """Find the table at the start of the memory; `reserve` is that of its `ShmSegment`."""
+        """Find the table at the start of the memory; `reserve` is `ShmSegment.reserve` of it."""
         self._reserve_bytes = reserve
         header = np.frombuffer(buffer, np.uint64, HEADER_BYTES // 8)
         if header[_Field.MAGIC] != _MAGIC:
@@ -245,13 +251,13 @@ class ShmIndex:
         self._keys: Words = table[8 : 8 + _KEY_WORDS]
         self._leases: Words = table[8 + _KEY_WORDS :]
 
-    # Questions.
+    # Methods that read the table.
 
     def find(self, key: Key, *, needs_layout: bool = False) -> int | None:
         """Return the slot that has the item of this key, or None.
 
-        With `needs_layout`, an item without a layout counts as absent. At most one READY slot has a
-        given key, and only that is found.
+        With `needs_layout`, an item without a layout counts as absent. Only READY slots are found,
+        and at most one of them has a given key.
         """
         words = np.frombuffer(key, np.uint64)
         for slot in (self._keys[0] == words[0]).nonzero()[0]:
@@ -284,7 +290,7 @@ class ShmIndex:
         return bool(self._has_layout[slot])
 
     def get_members(self) -> Iterator[int]:
-        """Yield every member, living or dead, that has a lease, even one left in a FREE slot."""
+        """Yield every member, living or dead, that has a lease, also on a slot that is FREE."""
         for word, bits in enumerate(np.bitwise_or.reduce(self._leases, axis=1).tolist()):
             for bit in range(_WORD_BITS):
                 if bits >> bit & 1:
@@ -296,7 +302,10 @@ class ShmIndex:
         return int(self._header[_Field.RESERVED])
 
     def statistics(self) -> CacheStatistics:
-        """Return the counts of all processes, with 0 queries and hits: each counts its own."""
+        """Return the counts of all processes, except queries and hits, which each process counts.
+
+        These two are 0 here.
+        """
         ready = self._states == SlotState.READY
         return CacheStatistics(
             num_evictions=int(self._header[_Field.NUM_EVICTIONS]),
@@ -306,7 +315,7 @@ class ShmIndex:
             capacity_bytes=self.capacity_bytes,
         )
 
-    # Changes.
+    # Methods that change the table.
 
     def touch(self, slot: int) -> None:
         """Mark the item of a slot as the most recently used."""
@@ -322,8 +331,8 @@ class ShmIndex:
     ) -> int | None:
         """Reserve a slot and memory for a new item, and return the slot.
 
-        It is WRITING, with a lease of `member`. Items without a lease are evicted as needed, the
-        least recently used first. Return None if that does not make enough room.
+        The slot is WRITING, with a lease of `member`. Items without a lease are evicted as needed,
+        the least recently used first. Return None if that does not make enough room.
         """
         room = -(-(block_bytes + metadata_bytes) // ALIGNMENT) * ALIGNMENT
         plan = self._plan(room)
@@ -356,11 +365,11 @@ class ShmIndex:
             self._states[slot] = SlotState.READY
 
     def free(self, slot: int) -> None:
-        """Mark a slot as FREE that was only reserved, or has no lease."""
+        """Mark a slot as FREE; it must have no lease, or was reserved and never committed."""
         self._states[slot] = SlotState.FREE
 
     def retire(self, slot: int) -> None:
-        """Hide an item from `find`, and free its slot with its last lease, or now without one."""
+        """Hide an item from `find`; free its slot now, or with its last lease if it has any."""
         is_leased = self._leases[:, slot].any()
         self._states[slot] = SlotState.RETIRED if is_leased else SlotState.FREE
 
@@ -391,10 +400,10 @@ class ShmIndex:
             if not self._leases[:, slot].any():
                 self.free(int(slot))
 
-    # Room.
+    # Memory for new items.
 
     def _grow(self, room: int) -> bool:
-        """Reserve extents for `room` bytes behind all items; return whether any was reserved."""
+        """Reserve memory until `room` bytes fit behind all items; return True if any was added."""
         before = self.reserved_bytes
         used = np.flatnonzero(self._states)  # FREE is 0
         end = int((self._offsets[used] + self._rooms[used]).max(initial=np.uint64(0)))
@@ -410,9 +419,9 @@ class ShmIndex:
     def _plan(self, room: int) -> tuple[int, list[int]] | None:
         """Return an offset at which `room` bytes fit, and the slots to evict for that, or None.
 
-        Of the evictable items, the search takes the smallest number of the least recently used that
-        would leave a large enough gap. Those of them that lie in the gap are evicted, or one if
-        only a slot is lacking.
+        The search finds the smallest number of least recently used items without which there is a
+        large enough gap. Of these items, those that lie in the gap are to be evicted, or one of
+        them if there is a gap already and only a slot is lacking.
         """
         slots = np.flatnonzero(self._states)  # FREE is 0
         slots = slots[np.argsort(self._offsets[slots], kind="stable")]
@@ -448,7 +457,7 @@ def _find_smallest(is_enough: Callable[[int], bool], lower: int, upper: int) -> 
     """Return the smallest number in `[lower, upper]` for which `is_enough` is True, or None.
 
     If `is_enough` is True for a number, it must be True for all larger ones. The search tries the
-    first numbers one by one, because one of them is mostly enough, and then doubles its steps.
+    first numbers one by one, because a small one is usually enough, and then doubles its steps.
     """
     step = 0
     while lower <= upper:
@@ -472,7 +481,7 @@ def _find_gap(
     return int(gaps[0, first]) if is_fit[first] else None
 
 
-# There is a slot for each so many bytes of capacity, within these bounds. If items are smaller, the
+# There is one slot for this many bytes of capacity, within these bounds. If items are smaller, the
 # table is full before the memory is. More slots make every search slower.
 _CAPACITY_PER_SLOT = 128 * 1024
 _MIN_SLOTS = 64
@@ -482,8 +491,8 @@ _MAX_SLOTS = 8 * 1024
 def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
     """Return new shared memory with an empty table of items.
 
-    `capacity_bytes` is for all items together, and is reserved as they come; `max_object_bytes` is
-    the limit for one. Raise `ModelError` if either is less than 1, or the system has too little
+    `capacity_bytes` is for all items together, and is reserved as items come; `max_object_bytes` is
+    the limit for one item. Raise `ModelError` if either is less than 1, or if the system lacks the
     memory for the table.
     """
     if capacity_bytes < 1 or max_object_bytes < 1:
@@ -506,7 +515,7 @@ def create_memory(*, capacity_bytes: int, max_object_bytes: int) -> ShmSegment:
 def write_header(
     segment: ShmSegment, *, num_slots: int, capacity_bytes: int, max_object_bytes: int
 ) -> None:
-    """Make an empty table at the beginning of new shared memory, where it is reserved."""
+    """Write the header of an empty table to the beginning of new shared memory."""
     header = np.frombuffer(segment.buffer, np.uint64, HEADER_BYTES // 8)
     header[_Field.NUM_SLOTS] = num_slots
     header[_Field.CAPACITY] = capacity_bytes

@@ -1,14 +1,16 @@
 """Processed items in memory that processes share: written once, and read in place by all.
 
-Any number of processes put and read, with an instance each (`create` in one, `attach` in the
-others). Any of them may be killed at any moment: the others continue, and what it held is
-reclaimed.
+Any number of processes store and read items, each with a `ShmStore` of its own (`create` in one
+process, `attach` in the others). Any process may be killed at any moment: the others continue, and
+reclaim what it held.
+
+A lease is a hold that keeps an item from being evicted. `put`, `acquire` and `lease` take one, and
+`release` gives up one.
 
 Invariants:
-  1. Bytes of an item don't change between its `commit` and its last lease.
+  1. Bytes of an item don't change between its `commit` and the end of its last lease.
   2. One item at most can be found under a hash.
-  3. An instance may use a reference as long as it has a lease on it: from `put`, `acquire` or
-     `lease`, until as many calls of `release`. A leased item stays in shared memory.
+  3. A `ShmStore` may use a reference as long as it has a lease on it.
 """
 
 from __future__ import annotations
@@ -59,10 +61,10 @@ _decoder = msgspec.msgpack.Decoder(_Metadata)
 
 
 class ShmStore:
-    """A thread-safe store of items in shared memory; a forked child must `attach` its own."""
+    """A thread-safe store of items in shared memory; a forked child must `attach` a new one."""
 
     def __init__(self, segment: ShmSegment) -> None:
-        """Join a segment of shared memory; `close` closes it, and so does a failure to join."""
+        """Join a segment, and own it: `close` closes it, and so does a failure of this call."""
         self._segment = segment
         self._num_leases: Counter[ShmReference] = Counter()
         self._is_closed = False
@@ -73,7 +75,7 @@ class ShmStore:
                 self._index = ShmIndex(segment.buffer, reserve=segment.reserve)
                 self._data = segment.buffer[get_table_bytes(self._index.num_slots) :]
                 self._member = segment.join(MAX_MEMBERS)
-                self._index.discharge(self._member)  # a dead one may have had the number
+                self._index.discharge(self._member)  # a dead process may have had the number
                 self._sweep()
             except BaseException:
                 segment.close()
@@ -96,8 +98,8 @@ class ShmStore:
     def put(self, item: ProcessedItem) -> ShmReference | None:
         """Store an item, and return a leased reference to it, or None if there is no room.
 
-        If the store already has an item with this hash, that one is leased instead, unless it lacks
-        a layout and `item` has one.
+        If the store already has an item with this hash, that item is leased and `item` is not
+        stored, unless the stored item lacks a layout and `item` has one.
         """
         return self.put_or_find(item)[0]
 
@@ -138,7 +140,7 @@ class ShmStore:
         return self._read_item(reference)
 
     def lease(self, reference: ShmReference) -> LeasedItem | None:
-        """Lease an item by a reference, also of another process; return None if it is gone."""
+        """Lease an item by a reference of this or another process; return None if it is gone."""
         with self._segment:
             if not self._index.is_current(reference):
                 return None
@@ -234,8 +236,8 @@ class ShmStore:
     ) -> tuple[ShmReference | None, bool]:
         """Lease the item of this key, or memory for it if the store does not have it.
 
-        The second value is True if the memory has to be written. Without room the reference is
-        None.
+        The second value is True if the memory has to be written. The reference is None if there is
+        no room.
         """
         block_bytes = get_num_bytes(item.kwargs)
         with self._segment:
@@ -287,7 +289,7 @@ class ShmStore:
         del self._num_leases[reference]
         self._index.free(reference.slot)
 
-    # Leases. Inside the mutex.
+    # Leases: called inside the mutex.
 
     def _add_lease(self, slot: int) -> ShmReference:
         reference = self._index.get_reference(slot)

@@ -1,7 +1,7 @@
-"""Decodes audio to what feature extractors take: mono float32 samples at the model's rate.
+"""Decodes audio files to mono float32 samples at the model's rate, for its feature extractor.
 
-It is decoded, mixed down and resampled piece by piece, so that only one piece and the result are in
-memory, even if a file has a high rate or many channels.
+Audio is decoded, mixed down and resampled piece by piece, so that only one piece and the result are
+in memory, even if a file has a high rate or many channels.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def decode_audio(
 ) -> Samples:
     """Return the first audio track of a file as mono float32 samples at `sampling_rate`.
 
-    Raise `RequestError` if it can't be decoded, is empty, or is longer than `limits` allow. Raise
-    `CostlyItemError` if it is more work than `budget` allows; without one it may take any time.
+    Raise `RequestError` if the track can't be decoded, is empty, or is longer than `limits` allow.
+    Raise `CostlyItemError` if decoding is more work than `budget` allows; without a budget it may
+    take any time.
     """
     budget = budget or WorkBudget()
     with open_container(data, "audio", max_pixels=_COVER_PIXELS) as container:

@@ -1,4 +1,4 @@
-"""Decodes media to what processors take, by options that are part of an item's hash.
+"""Decodes media files to pixels or samples, with options that are part of an item's hash.
 
 Owns the names and defaults of the options. A change of the code that changes decoded pixels or
 samples must raise `_VERSION`, so that older results are no longer found in caches.
@@ -62,7 +62,7 @@ def resolve_options(
     """Return all options of the model's processor and of the decoder, for an encoded media item.
 
     The decoder samples the frames of a video, so the processor's `fps` and `num_frames` become
-    options of the decoder, unless the decoder has options of this kind.
+    options of the decoder, unless `media_io_kwargs` already has one of these two.
     """
     decode_options = resolve_decode_options(modality, media_io_kwargs)
     if modality == "video":
@@ -82,7 +82,7 @@ def _move_sampling(processor_kwargs: Mapping[str, Any], options: DecodeOptions) 
         with at("mm_processor_kwargs"):
             _complete("video", options)
     if options["fps"] is not None:
-        kwargs["fps"] = options["fps"]  # some processors count time by it
+        kwargs["fps"] = options["fps"]  # some processors compute the times of frames from it
     return kwargs
 
 

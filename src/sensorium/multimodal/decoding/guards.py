@@ -2,10 +2,10 @@
 
 Messages contain no addresses, no paths and no texts of other libraries, because clients read them.
 
-Decoders call `WorkBudget.expect` with what a header promises, before they decode anything, and
-`spend` for what they have decoded. So a false header only delays the refusal. The constants are the
-speed of one core, measured on server CPUs of the 2020s. They only order items by their work, so
-that the right order of magnitude is enough.
+Decoders call `WorkBudget.expect` with the work that a file's header announces, before they decode
+anything, and `spend` with the work that they have done. So a false header only delays the refusal.
+The constants are the speed of one core, measured on server CPUs of the 2020s. They only tell short
+work from long work, so that the right order of magnitude is enough.
 
 Playlists and manifests (HLS, DASH, concat, ...) refer to other files and addresses. FFmpeg may use
 none of these formats, and no protocol.
@@ -37,8 +37,8 @@ S = TypeVar("S", "AudioStream", "VideoStream")
 def refuse_damaged(kind: str, *decoder_errors: type[Exception]) -> Iterator[None]:
     """Turn errors that a damaged file causes inside the `with` block into a `RequestError`.
 
-    They are `decoder_errors` and `MemoryError`. Other errors pass through, because they are bugs.
-    `kind` names in the error text what was expected, as in "an image".
+    These are `decoder_errors` and `MemoryError`. Other errors pass through, because they are bugs.
+    `kind` says in the error text what the file should be, such as "an image".
     """
     try:
         yield
@@ -60,10 +60,10 @@ _STATUS = Path("/proc/self/status")
 def limit_memory_growth(num_bytes: int) -> None:
     """Limit this process to `num_bytes` more memory than it uses now, on systems with /proc.
 
-    Some containers need memory before pixels and seconds can be checked: a file of a kilobyte can
-    list a hundred million samples, and FFmpeg makes a table of them. Above the limit every
-    allocation fails, not only that of a decoder, so call this only in processes that do nothing but
-    decode.
+    Some container formats need memory before pixels and seconds can be checked: a file of a
+    kilobyte can list a hundred million samples, and FFmpeg makes a table of them. Above the limit
+    every allocation of the process fails, so call this only in processes that do nothing but
+    decode and process media.
     """
     if not _STATUS.exists():
         return
@@ -85,7 +85,7 @@ AUDIO_FRAME_S = 100e-6  # the least time that a frame of audio takes
 class CostlyItemError(SensoriumError):
     """An error for a media item that takes more work than the current attempt may spend.
 
-    The item is not wrong: another process may have the time. `cost_s` is the estimated work in
+    The item is not wrong: a process for long jobs may run it. `cost_s` is the estimated work in
     seconds.
     """
 
@@ -110,7 +110,7 @@ class WorkBudget:
         self._spent_s = 0.0
 
     def expect(self, cost_s: float) -> None:
-        """Raise `CostlyItemError` if `cost_s` seconds of work in all exceed the budget."""
+        """Raise `CostlyItemError` if the budget does not allow `cost_s` seconds for the item."""
         if cost_s > self._max_cost_s:
             raise CostlyItemError(cost_s)
 

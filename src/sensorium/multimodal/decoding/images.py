@@ -4,11 +4,11 @@ Owns the list of formats and the conversion of each colour mode. The size is che
 is allocated. Files are opened by the formats' own functions, not by `Image.open`, which has a
 global limit.
 
-Two functions find the size of a file without decoding it. `read_header_size` needs bounded time and
-no decoder, for the process that serves requests: an image library may follow millions of chunks, or
-allocate a canvas. It is good for estimates and for refusals. `read_image_size` gives the size that
-`decode_image` would give, or `None` where only decoding can find it. It does not detect damage
-behind the header.
+Two functions find the width and height of an image without decoding it. `read_header_size` takes
+bounded time and no image library, which may follow millions of chunks or allocate a canvas. So it
+can run in the process that serves requests, for estimates and refusals. `read_image_size` opens
+the file with the library, and gives the size that `decode_image` would give, or `None` where only
+decoding can find it. It does not detect damage behind the header.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def decode_image(
             raise RequestError(_too_many_pixels(limits)) from error
         turn = _get_turn(image.getexif)
         upright = to_rgb(image if turn is None else image.transpose(turn), background=background)
-        upright.info = {}  # so that no reader turns it again
+        upright.info = {}  # without EXIF data, by which a reader would turn it again
         return upright
 
 

@@ -1,15 +1,15 @@
 """Decodes the frames of a video that the model's processor chooses.
 
-The processor's own rule is asked before anything is decoded. Processors that sample nothing by
-themselves would take every frame of a clip: they get a bounded number, spread by that same rule.
+The processor's own rule for sampling is called before anything is decoded. A processor that samples
+nothing by default would take every frame of a clip. Its rule is called with a bounded number.
 
 The clip is read once without decoding, to count its frames, and then decoded in order up to the
 last chosen frame. The number of pixels to decode is checked before the first one is decoded. Only
 chosen frames are kept, in an array that is allocated once after its size was checked.
 
 A clip may have fewer frames than packets (hidden frames, a truncated file). Then the frames are
-chosen again among those that exist, and decoded again. So the result is that of a clip of the real
-length. A clip with an error in the middle is refused.
+chosen again among those that exist, and decoded again, as if the clip's header gave the true
+number. A clip with an error in the middle is refused.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def make_frame_chooser(video_processor: Any, options: Mapping[str, object]) -> C
 
 
 def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the requested `fps` or `num_frames`, at most the clip's: not all processors check."""
+    """Return the requested `fps` or `num_frames`, limited to the clip's own value.
+
+    Not all processors limit these themselves.
+    """
     most = {"fps": metadata["fps"], "num_frames": metadata["total_num_frames"]}
     return {name: min(value, most[name]) for name, value in asked.items()}
 
@@ -80,7 +83,7 @@ def _limit(metadata: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, A
 def _ask(
     video_processor: Any, metadata: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> list[int] | None:
-    """Return the frames that `sample_frames` picks, or `None` if it fails or they are wrong."""
+    """Return the frames that `sample_frames` picks, or `None` if it fails or picks wrong ones."""
     from transformers.video_utils import VideoMetadata
 
     try:
@@ -107,7 +110,7 @@ _KIND = "a video"
 _UNKNOWN_FPS = 24.0  # what Transformers assumes
 Frames = npt.NDArray[np.uint8]  # [frames, height, width, 3]
 Metadata = dict[str, Any]  # the fields of Transformers' `VideoMetadata`
-# Indices in rising order, each below `total_num_frames`; one may come several times.
+# Returns indices in rising order, each below `total_num_frames`; an index may be repeated.
 ChooseFrames = Callable[[Mapping[str, Any]], Sequence[int]]
 
 
@@ -226,7 +229,8 @@ def _read_frames(
 ) -> tuple[Frames | None, int]:
     """Decode a video up to the last of `indices`; return these frames and the number decoded.
 
-    The frames are `None` if the clip ended before; then the number is that of all its frames.
+    The frames are `None` if the clip ends before the last index; then the number is that of all
+    its frames.
     """
     kept: Frames | None = None
     num_kept = num_decoded = num_pixels = 0

@@ -1,4 +1,4 @@
-"""What the media fetches of all requests share: errors, counters, and limits on memory and number.
+"""Errors and counters of media fetches, and limits on their memory and number over all requests.
 
 The counters may be used by several threads, and everything else on one event loop only.
 
@@ -131,7 +131,7 @@ class FetchMemory:
         self._requests: dict[RequestBytes, None] = {}
 
     def join(self, end: Callable[[], object]) -> RequestBytes:
-        """Open the account of a new request; `end` has to stop its fetches if it is refused."""
+        """Open the account of a new request; `end` is called to stop its fetches on a refusal."""
         request = RequestBytes(self, end)
         self._requests[request] = None
         return request
@@ -163,7 +163,7 @@ class RequestBytes:
     is_refused: bool = False
 
     def add(self, num_bytes: int) -> None:
-        """Count `num_bytes` more, for which this or other requests may be refused."""
+        """Count `num_bytes` more, and refuse the largest requests if the limit is exceeded."""
         self.num_bytes += num_bytes
         self.memory.num_bytes += num_bytes
         if self.memory.num_bytes > self.memory.max_bytes:
@@ -171,7 +171,7 @@ class RequestBytes:
 
 
 class Deadline:
-    """A time limit in seconds from its creation; `scope` ends the text of the error."""
+    """A time limit in seconds from its creation; `scope` is appended to the text of the error."""
 
     def __init__(self, seconds: float, scope: str = "") -> None:
         self._ends_at = time.monotonic() + seconds
@@ -195,7 +195,7 @@ class Fetch:
 
 
 class FetchShares:
-    """A limit on concurrent fetches, which shares the turns fairly between the requests."""
+    """A limit on concurrent fetches, which decides fairly which request may begin another one."""
 
     def __init__(self, *, max_per_request: int = 8, max_shared: int = 256) -> None:
         self.max_per_request = max_per_request
@@ -217,7 +217,10 @@ class FetchShares:
 
 
 class RequestShare:
-    """The running and waiting fetches of one request: each waits in `async with` for its turn."""
+    """The running and waiting fetches of one request.
+
+    Each fetch runs in `async with share`, which waits for its turn.
+    """
 
     def __init__(self, shares: FetchShares) -> None:
         self.num_active = 0
@@ -247,7 +250,7 @@ class RequestShare:
         """Start the fetch of this request that has waited longest for its turn."""
         turn = self._queue.popleft()
         del self._shares.waiting[self]
-        if self._queue:  # behind the others, which come first when the next turn is free
+        if self._queue:  # the request waits again, behind all others
             self._shares.waiting[self] = None
         if not turn.done():  # otherwise it was cancelled
             self._add(1)
@@ -274,7 +277,7 @@ class SharedFetches:
         self._running: dict[Address, asyncio.Future[MediaBytes]] = {}
 
     async def get(self, key: Address, start: Callable[[], Awaitable[MediaBytes]]) -> MediaBytes:
-        """Return the media of `key`, or raise its error, from the running fetch or else `start`."""
+        """Return the media of `key` or raise its error, from its running fetch or from `start`."""
         self.num_waiting += 1
         try:
             while (running := self._running.get(key)) is not None:

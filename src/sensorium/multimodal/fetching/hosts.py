@@ -101,7 +101,7 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """Wait for the system's resolver, and return all addresses of a host, or raise `OSError`."""
+    """Return all addresses of a host, or raise `OSError`; this blocks on the system's resolver."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -227,9 +227,9 @@ def is_storable(headers: Headers) -> bool:
 
 
 def compute_fresh_until(headers: Headers, now: float) -> float:
-    """Return until when a response that came `now` may be reused without asking its host again.
+    """Return until when a response, received at `now`, may be reused without asking its host.
 
-    If the headers allow no reuse, that is not later than `now`.
+    If the headers allow no reuse, the result is not later than `now`.
     """
     directives = _parse_cache_control(headers)
     if "no-cache" in directives:
@@ -278,13 +278,13 @@ class CachedResponse:
 
     @classmethod
     def receive(cls, media: MediaBytes, headers: Headers, now: float) -> CachedResponse:
-        """Return a response that came `now`, with those headers that matter for a cached one."""
+        """Return a response received at `now`, with only the headers that matter for caching."""
         names = (*_MESSAGE_HEADERS, *_CONTENT_HEADERS)
         kept = {name: headers[name] for name in names if name in headers}
         return cls(media=media, headers=kept, fresh_until=compute_fresh_until(kept, now))
 
     def confirm(self, headers: Headers, now: float) -> CachedResponse:
-        """Return this response renewed by the headers of a "304 Not Modified" that came `now`."""
+        """Return this response with the headers of a "304 Not Modified" received at `now`."""
         lasting = {name: v for name, v in self.headers.items() if name not in _MESSAGE_HEADERS}
         return self.receive(self.media, {**lasting, **headers}, now)
 
@@ -300,7 +300,7 @@ class CachedResponse:
 
 
 class ResponseCache(LruCache[str, CachedResponse]):
-    """A cache of responses by their media URLs, which evicts those that were not used for longest.
+    """A cache of responses by their media URLs, which evicts the least recently used ones.
 
     A response that is no longer fresh stays, because its host may confirm it.
     """
@@ -311,8 +311,8 @@ class ResponseCache(LruCache[str, CachedResponse]):
     def replace(self, url: str, response: CachedResponse, now: float) -> None:
         """Store the newest response of `url` in place of an older one.
 
-        If its headers forbid to store it, it could never be reused, or it does not fit, the older
-        one is only removed.
+        The older response is removed in any case. The new one is not stored if its headers forbid
+        that, if it could never be reused, or if it does not fit.
         """
         is_useful = response.fresh_until > now or response.validators
         if is_useful and is_storable(response.headers):
@@ -321,7 +321,7 @@ class ResponseCache(LruCache[str, CachedResponse]):
             self.remove(url)
 
 
-# What hosts send that do not look at the files they store.
+# The content types that hosts send for any file, without looking at its content.
 _ANY_MODALITY = frozenset({"application/octet-stream", "binary/octet-stream"})
 # Main types and whole types. Audio is often sent in containers of videos, and some videos are GIFs.
 _TYPES_BY_MODALITY: Mapping[str, frozenset[str]] = {
@@ -352,7 +352,7 @@ def check_content_type(headers: Headers, modality: str) -> None:
 def check_before_body(headers: Headers, max_bytes: int) -> None:
     """Raise `RefusedMediaError` if the headers announce a body that is compressed or too large.
 
-    The client asks for no compressed body, which may have any size when it is unpacked.
+    Our requests ask for an uncompressed body: a compressed one may unpack to any size.
     """
     if headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
         raise RefusedMediaError(

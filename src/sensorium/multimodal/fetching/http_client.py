@@ -3,8 +3,8 @@
 A fetch that waits needs a socket and a coroutine, but no thread. However many hosts are slow, the
 threads that render, decode and tokenise are free for other requests.
 
-The client follows redirects, keeps responses, and trusts no host. A fetch is cancelled when its
-time is over, so that its single waits need no timeouts. Requests contain nothing from the
+The client follows redirects, caches responses, and trusts no host. A fetch is cancelled when its
+time is over, so that its single operations need no timeouts. Requests contain nothing from the
 environment: no cookie, no credential, no proxy. httpcore bounds the head of a response (100 KiB),
 and `read_body` its body.
 
@@ -15,8 +15,8 @@ Invariants:
   3. Only checked addresses are connected to: httpcore asks `PinnedBackend` for each connection. TLS
      keeps the name of the URL, because only the dialled address is replaced.
   4. A fetch holds no more than `max_bytes` of a response.
-  5. A response is only used again for its own URL, while its host's headers allow it. Redirects are
-     always asked again.
+  5. A cached response is used only for its own URL, while its host's headers allow it. Redirects
+     are never cached.
   6. The fetches of one request end within its deadline, and each item within its own.
   7. A cancelled request has no fetch under way.
   8. A request never waits, nor is refused, because of what other requests fetch, unless it holds
@@ -330,7 +330,7 @@ class FetchLoop:
         self._loop = started.result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine on the loop, and return a future, which also cancels it."""
+        """Start a coroutine on the loop, and return a future through which it can be cancelled."""
         with self._lock:  # so that `close` cancels everything that was submitted before it
             if not self._is_closed:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -348,7 +348,7 @@ class FetchLoop:
     async def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
         self._stop = asyncio.Event()
         started.set_result(asyncio.get_running_loop())
-        await self._stop.wait()  # then `asyncio.run` cancels what is left, and waits for its end
+        await self._stop.wait()  # then `asyncio.run` cancels all other tasks, and waits for them
 
 
 class Fetcher:
@@ -362,10 +362,10 @@ class Fetcher:
         self._loop = FetchLoop()
 
     def start(self, addresses: Sequence[Address]) -> Future[list[LoadedMedia]]:
-        """Start to fetch all media of one request, and return a future, which also cancels that.
+        """Start to fetch all media of one request, and return a future of the results.
 
-        Its results are in the order of `addresses`: media, or the error. Raise `RuntimeError` if
-        the fetcher was closed.
+        There is one result for each of `addresses`, in their order: media, or the error. Cancelling
+        the future cancels the fetches. Raise `RuntimeError` if the fetcher was closed.
         """
         return self._loop.submit(self._fetch_all(addresses))
 
@@ -424,9 +424,10 @@ class Fetcher:
         return LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)
 
     def _begin(self, fetch: Fetch, timer: asyncio.Timeout) -> Fetch:
-        """Return the limits of a fetch that begins now: its own deadline if it is the earlier one.
+        """Return the limits of a fetch that begins now, with the earlier one of two deadlines.
 
-        If so, `timer` is set to it.
+        They are the item's and the request's. `timer` has the request's, and is set to the item's
+        if that is earlier.
         """
         own = Deadline(self._limits.deadline_s)
         if own.remaining_s() >= fetch.deadline.remaining_s():

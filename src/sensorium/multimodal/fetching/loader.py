@@ -64,8 +64,8 @@ class MediaLoader:
     """A thread-safe loader of media items, from bytes or from `data:`, `http(s):` and `file:` URLs.
 
     All network traffic goes through `resolve` and `connect`, and only checked addresses are
-    connected to. An item must arrive within `limits.deadline_s` from when its fetch may begin, and
-    within the time limit of its request.
+    connected to. An item must arrive within `limits.deadline_s` after its fetch was allowed to
+    begin, and within the time limit of its request.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class MediaLoader:
 
         `items` are pairs of a source and a modality. The generator yields futures to wait for, and
         returns one result per item, in their order: its bytes, or the error. A URL that occurs
-        twice is loaded once. Raise `CancelledError` soon after `cancelled` completes, if anything
-        is waited for, and `StoppingError` if the loader was closed.
+        twice is loaded once. If `cancelled` completes while the generator waits, it raises
+        `CancelledError` soon after. Raise `StoppingError` if the loader was closed.
         """
         remote = [(s, m) for s, m in items if _is_remote(s) and m in MODALITIES]
         started = self._start(list(dict.fromkeys(remote)), cancelled)
@@ -145,7 +145,7 @@ class MediaLoader:
         ]
 
     def prepare(self) -> None:
-        """Create the HTTP client and its thread now, before the first URL needs them."""
+        """Create the HTTP client and its thread now, so that the first URL does not wait for it."""
         self._get_fetcher()
 
     def statistics(self) -> FetchStatistics:
@@ -193,7 +193,7 @@ class MediaLoader:
         return [LoadedMedia(outcome=outcome, fetch_s=time.monotonic() - began)]
 
     def _account(self, source: MediaSource, loaded: LoadedMedia) -> LoadedMedia:
-        """Count a loaded or refused item, and return its result, an error if it has no bytes."""
+        """Count a loaded or refused item, and return its result; an empty item becomes an error."""
         outcome = loaded.outcome
         if isinstance(outcome, MediaBytes) and not outcome.data:
             outcome = RefusedMediaError("the media is empty: it has no bytes", "empty")
@@ -265,8 +265,8 @@ def _make_cancel(future: Future[list[LoadedMedia]]) -> Callable[[object], None]:
 _MAX_HEADER_CHARACTERS = 1024
 # Percent-decoding takes many times the memory of its input, and is meant for short texts.
 _MAX_PERCENT_ENCODED = 4 * 2**20
-# They are replaced one after the other, because several passes of `bytes.replace` are faster than
-# one `translate`.
+# Spellings in base64 -> the characters of strict base64. They are replaced one after the other,
+# because several passes of `bytes.replace` are faster than one `translate`.
 _ESCAPES = {b"%2b": b"+", b"%2f": b"/", b"%3d": b"=", b"%20": b"", b"%0a": b"", b"%0d": b""}
 _SPELLINGS = {b"\n": b"", b"\r": b"", b" ": b"", b"\t": b"", b"\f": b"", b"-": b"+", b"_": b"/"}
 

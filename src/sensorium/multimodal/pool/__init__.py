@@ -1,1 +1,1 @@
-"""Processing of items in processes of their own."""
+"""A pool of worker processes that decode and process media items."""

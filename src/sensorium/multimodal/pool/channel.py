@@ -1,13 +1,15 @@
 """The connection between the parent and a worker of the pool, and the messages on it.
 
-A message is a small frame and a block of bytes. A block of more than `MAX_INLINE_BYTES` is written
-once into memory of its own (a memfd) and mapped by the receiver. Then the socket carries only its
-descriptor. Deadlines are times of `time.monotonic`, and None means no deadline.
+A message is a small frame (encoded values) and a block of bytes. A block of more than
+`MAX_INLINE_BYTES` is written once into new shared memory (a memfd), and mapped by the receiver.
+Then the socket carries only the descriptor. Deadlines are times of `time.monotonic`, and None means
+no deadline.
 
 Invariants:
-  1. A mapped block can't shrink (it is sealed) and has the size that its message gives: no access
-     faults.
-  2. What either side writes to a block that it received stays its own (a private mapping).
+  1. A mapped block can't shrink (it is sealed) and has the size that its message gives, so that no
+     access to it can end in a SIGBUS.
+  2. A process that writes to a block that it received changes only its own copy (a private
+     mapping).
   3. No descriptor outlives the call that made or received it, except those within an `mmap`.
 """
 
@@ -36,7 +38,8 @@ if TYPE_CHECKING:
 
 MAX_INLINE_BYTES = 64 * 2**10
 MAX_FRAME_BYTES = 16 * 2**20
-_PREFIX = struct.Struct("<IIQ")  # bytes of the frame, whether the block is mapped, its bytes
+# The size of the frame in bytes, whether the block is mapped, and the size of the block in bytes.
+_PREFIX = struct.Struct("<IIQ")
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 _NUM_BUFFERS = 512  # in one call of the system, which takes 1024 at most
 
@@ -56,7 +59,7 @@ def get_remaining(deadline: float) -> float:
 
 
 def map_privately(descriptor: int, num_bytes: int) -> memoryview:
-    """Map the memory of a descriptor, which the view keeps open, to a private, writable view."""
+    """Return a private, writable view of a descriptor's memory; it keeps a descriptor open."""
     mapping = mmap.mmap(
         descriptor, num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     )
@@ -64,7 +67,7 @@ def map_privately(descriptor: int, num_bytes: int) -> memoryview:
 
 
 class Channel:
-    """One end of the connection, for one thread."""
+    """One end of the connection between parent and worker, for one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -176,7 +179,7 @@ def _make_block(views: list[memoryview], num_bytes: int) -> int:
         rest = views
         offset = 0
         while offset < num_bytes:
-            # Not by a mapping, for which the system would fill each page with zeros first.
+            # Not through a mapping: the system would first fill each of its pages with zeros.
             num_written = os.pwritev(descriptor, rest[:_NUM_BUFFERS], offset)
             offset += num_written
             rest = _drop_first_bytes(rest, num_written)
@@ -223,14 +226,14 @@ class Handler(Protocol):
         """Do a job, and return the encoded reply and the tensors of the result, if there are any.
 
         `job` describes the work, and `block` is its binary input, which the handler may write to
-        but not keep. Raise `CostlyJobError` instead of doing a job of more than `max_cost_s`
-        seconds. The caller of the pool gets a `RequestError` or a `CapacityError` with its text,
-        and for any other error only a general text.
+        but not keep. If the job would take more than `max_cost_s` seconds, raise `CostlyJobError`.
+        A `RequestError` or `CapacityError` reaches the caller of the pool with its text. For any
+        other error, the caller gets only a general text.
         """
         ...
 
     def close(self) -> None:
-        """Free what the handler holds, before its worker process ends, unless that is killed."""
+        """Free what the handler holds; called before its worker process ends, unless killed."""
         ...
 
 
@@ -262,8 +265,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The message that gives a job to a worker process, with its binary input as the block."""
 
     job: bytes
-    max_cost_s: float  # a job of more work is answered by `Costly`; it may be infinite
-    is_long: bool  # it is done at a low priority
+    max_cost_s: float  # a job of more work is not done, but answered by `Costly`; may be infinite
+    is_long: bool  # the job is done at a low priority
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -274,7 +277,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The answer to a job that has failed; the worker still accepts others."""
+    """The answer to a job that has failed; the worker still accepts further jobs."""
 
     error: ErrorRecord
 

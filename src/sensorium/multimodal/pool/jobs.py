@@ -1,13 +1,14 @@
 """Jobs of the pool, and the bounded queue in which they wait for a worker.
 
-Short jobs pass long ones: jobs are ordered by the time of their submission plus the seconds that
-they are estimated to take, ten at most. So a long job is never passed by what came ten seconds
-after it. And long jobs never hold all workers, if there are several: one is left to short ones.
+Short jobs overtake long ones: jobs are ordered by the time of their submission plus the seconds
+that they are estimated to take, ten at most. So no job overtakes one that was submitted more than
+ten seconds before it. Long jobs never occupy all workers of a pool that has several: one worker
+remains for short jobs.
 
 Invariants:
   1. The future of every job that was accepted is settled, once.
   2. A job that was cancelled before a worker took it is never run.
-  3. Futures are settled outside the lock, since others' callbacks run then.
+  3. Futures are settled outside the lock, because that runs callbacks of other modules.
   4. Of several workers, one at least runs no long job.
 """
 
@@ -54,9 +55,9 @@ class PoolJob:
     # runs already.
     future: Future[Any] = field(default_factory=Future)
     submitted: float = field(default_factory=time.monotonic)
-    waits_until: float = math.inf  # of `time.monotonic`, as above; set when it begins to wait
+    waits_until: float = math.inf  # time of `time.monotonic`, set when the job begins to wait
     num_lost: int = 0  # workers that ended while they worked on it
-    num_crashes: int = 0  # those of them that ended by a fault of their own
+    num_crashes: int = 0  # those of them that crashed, and were not killed from outside
 
     @property
     def is_long(self) -> bool:
@@ -82,12 +83,12 @@ class JobQueue:
         self._max_queued = max_queued
         self._max_long_queued = max(1, max_queued // _MAX_LONG_SHARE)
         self._max_long_running = max(1, num_workers - 1)
-        # How much work a job of unknown cost may be before it has to wait again.
+        # The seconds that a job of unknown cost may take. One that takes more is put back as long.
         self.max_unknown_cost_s = SHORT_S if num_workers > 1 else math.inf
         self._changed = threading.Condition()
         self._jobs: list[PoolJob] = []
         self._long_workers: set[object] = set()  # those that run a long job
-        self._refusal = ""  # why jobs are refused, or were
+        self._refusal = ""  # the reason for the latest refusal of jobs
         self._refused_until = 0.0  # of `time.monotonic`
         self.was_refused = False  # there was a time in which workers could not be started
         self.is_closed = False
@@ -127,7 +128,7 @@ class JobQueue:
     def add_again(self, job: PoolJob) -> None:
         """Put back a job that a worker took and did not finish, unless it was cancelled.
 
-        The job keeps its rank, and may again wait for `wait_s` seconds.
+        The job keeps its place in the order, and may again wait for `wait_s` seconds.
         """
         job.waits_until = time.monotonic() + job.wait_s
         with self._changed:
@@ -136,7 +137,7 @@ class JobQueue:
                 self._changed.notify_all()
 
     def add_as_long(self, job: PoolJob, cost_s: float) -> None:
-        """Put back a job that takes about `cost_s`, or fail it if too many long ones wait."""
+        """Put back a job that takes about `cost_s`, or fail it if too many long jobs wait."""
         job.cost_s = max(cost_s, SHORT_S * 1.01)
         with self._changed:
             has_room = self._has_room_for(job)
@@ -186,7 +187,7 @@ class JobQueue:
             )
 
     def refuse(self, reason: str, duration_s: float) -> None:
-        """Fail all jobs in the queue, and refuse new ones for `duration_s`: no worker can start."""
+        """Fail all waiting jobs, and refuse new ones for `duration_s`, as no worker can start."""
         with self._changed:
             self.was_refused = True
             self._refusal = reason
@@ -202,7 +203,7 @@ class JobQueue:
         return CapacityError(self._refusal, retry_after_s=math.ceil(remaining))
 
     def wait_until_closed(self, timeout_s: float) -> None:
-        """Wait for any change of the queue, its closing included, for at most `timeout_s`."""
+        """Wait until the queue is closed, for at most `timeout_s`; other changes also end this."""
         with self._changed:
             if not self.is_closed:
                 self._changed.wait(timeout_s)

@@ -1,9 +1,9 @@
-"""A pool of processes that run one handler, for jobs that hold the interpreter or may crash it.
+"""A pool of worker processes, for jobs that hold the GIL for long or may crash their process.
 
-A job that crashes its worker, or is over its deadline, fails alone: the worker is replaced. Workers
-are fresh interpreters (nothing is forked), and nothing that they send is unpickled. Each worker has
-a slot: a thread that gives it jobs, replaces a process that has died, decides what becomes of its
-job, and gives up on processes that can't be started.
+If a job crashes its worker or exceeds its deadline, only that job fails, and the worker is
+replaced. Workers are fresh interpreters (nothing is forked), and nothing that they send is
+unpickled. Each worker has a slot: a thread in the parent that gives jobs to the worker, replaces
+it if it has died, decides whether its job is tried again, and gives up if no worker can be started.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from sensorium.types.errors import (
 )
 from sensorium.types.multimodal import MultiModalKwargsItem
 
-_IDLE_CHECK_S = 0.5  # how soon it is seen that an idle worker has died, or the pool was dropped
-_SETTLED_S = 5.0  # a worker that ends sooner, and without a job, has not really started
+_IDLE_CHECK_S = 0.5  # how often a slot looks whether its idle worker has died, or the pool is gone
+_SETTLED_S = 5.0  # a worker that ends sooner, and without a job, counts as a failed start
 _MAX_START_TRIES = 3
 _FIRST_PAUSE_S = 0.1  # after a failed start; doubled with each
 _MAX_PAUSE_S = 10.0
@@ -66,9 +66,9 @@ class Slot:
         self._not_before = 0.0  # of `time.monotonic`: when a worker may be started again
         self._ready_at = 0.0  # of `time.monotonic`
         self.process: WorkerProcess | None = None
-        self.num_starts = 0  # that were tried
+        self.num_starts = 0  # attempts to start a worker
         self.is_ready = False  # its worker takes jobs
-        self.was_ready = False  # one of its workers did
+        self.was_ready = False  # a worker of this slot has been ready
         self.is_running = False  # its worker runs a job
         self.thread = threading.Thread(target=self._work, name="sensorium-pool", daemon=True)
 
@@ -111,7 +111,7 @@ class Slot:
         reason = self.process.wait_until_ready(_START_TIMEOUT_S)
         if reason is None:
             self._ready_at = time.monotonic()
-            self.was_ready = self.is_ready = True  # in this order: a slot that is ready was ready
+            self.was_ready = self.is_ready = True  # in this order: `is_ready` implies `was_ready`
         else:
             self._lose_process()
             self._note_failed_start(reason)
@@ -130,7 +130,8 @@ class Slot:
     def _serve(self, process: WorkerProcess) -> None:
         """Wait briefly for the next job, and run it in the worker process.
 
-        If the process has ended, drop it, so that it is replaced, and put the job back.
+        If the process has ended, drop it, so that it is replaced, and put the job back into the
+        queue.
         """
         job = self._queue.take_job(self, _IDLE_CHECK_S)
         if not process.is_alive():
@@ -148,7 +149,7 @@ class Slot:
                 self._run(process, job)
             except WorkerInterruptedError:
                 raise
-            except Exception:  # a job fails alone, whatever happens to it here
+            except Exception:  # only this job fails: the thread continues with others
                 _logger.exception("a media job failed: its worker is replaced, its request fails")
                 self._lose_process()
                 job.fail(FailedRequestError(NOT_PROCESSED))
@@ -231,7 +232,7 @@ def _settle(job: PoolJob, message: Reply | Failure, block: memoryview) -> None:
     if isinstance(message, Failure):
         job.fail(message.error.make_error())
         return
-    # A function of its own: the traceback of the error must not keep the job alive.
+    # In a separate function, because the traceback of the error must not keep the job alive.
     result, error = _call_back(job.on_reply, message, block)
     if error is None:
         job.finish(result)
@@ -306,8 +307,9 @@ class ProcessPool:
         self._queue = JobQueue(_MAX_QUEUED, num_workers=size)
         self._slots: list[Slot] = []
         self._slots += [Slot(self._queue, make_process, self._slots) for _ in range(size)]
-        # Only a flag: a finalizer may run anywhere, also where the queue's lock is held. The
-        # threads see it, or the program ends, and the workers with it.
+        # The finalizer only sets a flag, because it may run anywhere, also where the queue's lock
+        # is held. The threads see the flag and end their workers. If the program ends first, the
+        # workers end with it.
         weakref.finalize(self, setattr, self._queue, "is_closed", True)
 
     def start(self) -> None:
@@ -320,14 +322,14 @@ class ProcessPool:
 
     @property
     def is_starting(self) -> bool:
-        """Return True until a first worker was ready, or it is clear that none can start."""
+        """Return True until a worker has been ready, or it is clear that none can start."""
         queue = self._queue
         is_settled = any(slot.was_ready for slot in self._slots) or queue.was_refused
         return not is_settled and not queue.is_closed
 
     @property
     def is_complete(self) -> bool:
-        """Return True once each worker was ready or can't be started, or if the pool is closed."""
+        """Return True once each slot had a ready worker or gave up, or if the pool is closed."""
         is_settled = all(slot.was_ready or slot.has_given_up for slot in self._slots)
         return is_settled or self._queue.is_closed
 
@@ -362,13 +364,13 @@ class ProcessPool:
 
         The handler receives `job`, which describes the work, and `blocks`, joined into a single
         block; they must not change until the future is done. A worker may work on the job for
-        `deadline_s`. This call may wait for room in the queue, and then the job for a worker, for
-        `wait_s` each (None: `deadline_s`). Without room in that time, raise `CapacityError`;
-        without a worker, the future fails with one.
+        `deadline_s`. This call waits for room in the queue for up to `wait_s` seconds (None:
+        `deadline_s`), and raises `CapacityError` if there is none. Then the job waits for a worker
+        for up to `wait_s` seconds, and its future fails with a `CapacityError` if none is free.
 
-        `cost_s` is an estimate of the work in seconds. If it is None, a worker that finds the job
-        to be long puts it back into the queue. `on_reply` gets the handler's result in a thread of
-        the pool, and returns the result of the future.
+        `cost_s` is an estimate of the work in seconds. If it is None and the job turns out to be
+        long, it is put back into the queue as a long job. `on_reply` gets the handler's result in a
+        thread of the pool, and returns the result of the future.
         """
         if len(job) > _MAX_JOB_BYTES:
             raise InvariantError(

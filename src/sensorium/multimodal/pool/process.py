@@ -1,7 +1,8 @@
 """One worker process as its parent sees it: it is started, given jobs, and ended.
 
-It is used by one thread, which has to outlive the process: the process is killed when that thread
-ends. Nothing is tried again here: a worker that has failed must be replaced by another.
+A `WorkerProcess` is used by one thread, which has to outlive the process: the system kills the
+process when that thread ends. Nothing is tried again here: a worker that has failed must be
+replaced by a new one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from sensorium.multimodal.pool.channel import (
 _POLL_S = 0.1  # how often `keep_waiting` is called
 _DRAIN_S = 1.0  # for reading what an ended worker has written
 _END_S = 10.0  # from the end of a worker's connection to the end of its process
-# How a process ends that ran into a fault of its own, with the sign that `subprocess` gives it.
+# The return codes of a process that crashed: `subprocess` gives a signal as a negative number.
 _CRASHES = frozenset(
     -number
     for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT)
@@ -53,8 +54,8 @@ class WorkerLostError(Exception):
 
     def __init__(self, message: str, *, is_crash: bool = False) -> None:
         super().__init__(message)
-        # True if the process ended by a fault of its own, such as a bad access to memory. False if
-        # it was ended from outside, which SIGKILL always is, or if the reason is not known.
+        # True if the process crashed, for example by a bad access to memory. False if it was ended
+        # from outside, as by SIGKILL, or if the reason is not known.
         self.is_crash = is_crash
 
 
@@ -132,7 +133,7 @@ class WorkerProcess:
         """Give a job to the worker, and return its answer and the block with the result's tensors.
 
         `deadline` is a time of `time.monotonic`. Raise `TimeoutError` after it, and
-        `WorkerLostError` if the process ends or sends another message than an answer.
+        `WorkerLostError` if the process ends or sends a message that is no answer.
         """
         try:
             message_bytes = encode_message(Job(job, max_cost_s, is_long))
@@ -186,13 +187,16 @@ class WorkerProcess:
 
 
 def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
-    """Map the memory of a descriptor, not kept open, to a writable view that a cache may keep."""
+    """Return a writable view of a descriptor's memory, which keeps no descriptor open.
+
+    So a cache may keep many of these views.
+    """
     import torch
 
     path = f"/proc/self/fd/{descriptor}"
     try:
         mapping = torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
-    except RuntimeError as error:  # so torch reports an error of the system
+    except RuntimeError as error:  # torch raises this for an error of the system
         raise OSError(str(error)) from error
     return mapping.numpy().data
 
@@ -200,7 +204,7 @@ def map_for_long(descriptor: int, num_bytes: int) -> memoryview:
 def _spawn(
     descriptor: int, inherited_fds: Sequence[int], num_threads: int
 ) -> subprocess.Popen[bytes]:
-    # -P and the path: the worker finds what this process finds, and nothing else.
+    # With -P and this path the worker imports the same modules as this process, and no others.
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "OMP_NUM_THREADS": str(num_threads),

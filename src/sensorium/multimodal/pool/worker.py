@@ -1,14 +1,14 @@
 """The process of one worker: makes its handler, then answers one job after another.
 
-It is run by `process.WorkerProcess` and never imported by the parent. To start fast, it does not
-import torch itself: the handler does, or the first tensors that it returns. It ends when its parent
-does.
+This module is run by `process.WorkerProcess` and never imported by the parent. To start fast, it
+does not import torch itself: the handler does, or the encoding of the first tensors that the
+handler returns. The process ends when its parent does.
 
-A long job runs at a low priority, so that it gets what the rest of the machine leaves. Linux weighs
-threads by their nice value only within one scheduling group, and by default makes a group of every
-session (`autogroup`). A worker is a session of its own, so both values are set: the thread's, and
-the group's for as long as the job runs. A thread can't raise its priority again without privileges,
-so the job gets a thread of its own.
+A long job runs at a low priority, so that it uses only CPU time that no other work needs. Linux
+weighs threads by their nice value only within one scheduling group, and by default makes a group of
+every session (`autogroup`). A worker is a session of its own, so both values are set: the thread's,
+and the group's for as long as the job runs. A thread can't raise its priority again without
+privileges, so a long job gets a new thread.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from sensorium.types.multimodal import MultiModalKwargsItem
 
 
-_NICE = 10  # about a tenth of a core that others also want
+_NICE = 10  # gives the job about a tenth of a core that other processes also want
 _AUTOGROUP = "/proc/self/autogroup"
 _RETRY_S = 0.03
 _MAX_TRIES = 50
@@ -110,7 +110,7 @@ def main() -> None:
             while True:
                 _serve(channel, handler)
     except (ChannelError, ConnectionError):
-        pass  # the parent is gone, or wants no more
+        pass  # the parent is gone, or has closed the connection
     finally:
         if handler is not None:
             handler.close()
@@ -120,8 +120,8 @@ def main() -> None:
 def _end_with_parent(parent_id: int) -> None:
     """Make the system kill this process when its parent ends, even in the middle of a job.
 
-    The signal comes when the thread that started this process ends, which waits for the end of this
-    process first. Exit at once if the parent is gone already.
+    The system sends the signal when the thread that started this process ends. While the parent
+    lives, that thread ends only after this process. Exit at once if the parent is gone already.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_id:  # it ended before the line above
@@ -129,7 +129,7 @@ def _end_with_parent(parent_id: int) -> None:
 
 
 def _prefer_to_be_killed() -> None:
-    """Make the system kill this worker, which can be replaced, before others if memory runs out."""
+    """Make the system kill this worker, which can be replaced, before others if memory is full."""
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
 
@@ -158,7 +158,7 @@ def _start(channel: Channel) -> Handler | None:
 
 
 def _limit_threads() -> None:
-    torch = sys.modules.get("torch")  # if it comes later, it reads OMP_NUM_THREADS
+    torch = sys.modules.get("torch")  # if it is imported later, it reads OMP_NUM_THREADS
     if torch is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -176,9 +176,9 @@ def _serve(channel: Channel, handler: Handler) -> None:
         frame, buffers = encode_message(Costly(error.cost_s)), []
     except (RequestError, CapacityError) as error:
         frame, buffers = encode_message(make_failure(error)), []
-    except MemoryError:  # the ceiling on what one item may take: the item's doing, and not ours
+    except MemoryError:  # the item needs more than the limit on memory (`limit_memory_growth`)
         frame, buffers = encode_message(make_failure(RequestError(NO_MEMORY))), []
-    except Exception:  # a job fails alone, and its caller learns no internals
+    except Exception:  # only this job fails, and its caller gets no internal text
         _logger.exception("a job of the media pool failed, so its request fails")
         frame, buffers = encode_message(make_failure(FailedRequestError(NOT_PROCESSED))), []
     channel.send(frame, buffers)

@@ -34,7 +34,7 @@ class AudioProcessor:
         (self.input_name,) = extractor.model_input_names[:1]
         # The frames of a window, which shorter audio is padded to. None: audio is not padded.
         self._num_window_frames: int | None = getattr(extractor, "nb_max_frames", None)
-        # Whisper makes the same features of all silence behind audio, unless noise is added.
+        # True for Whisper, unless it adds noise: every frame of silence has the same features.
         self._is_silence_even = type(extractor) is WhisperFeatureExtractor and not extractor.dither
         self.max_positions = get_max_positions(model_class, config)
         # With these tokens the decoder begins if a prompt has none.
@@ -62,8 +62,8 @@ class AudioProcessor:
         if len(audio) > window:
             return self._run_extractor(audio, whole)
         if self._is_silence_even:
-            # Most of the time goes into the silence behind short audio. So only as much of it is
-            # computed as reaches into the last frame, and that frame is repeated.
+            # Most of the time would go into the silence behind short audio. So features are
+            # computed only up to the first frames of silence, and the last of them is repeated.
             hop = self.samples_per_frame
             size = (len(audio) + 2 * self._extractor.n_fft) // hop * hop
             if size < window:
@@ -80,16 +80,16 @@ class AudioProcessor:
         return {self.input_name: features, NUM_SAMPLES: torch.tensor([num_samples])}
 
     def count_positions(self, item: MultiModalKwargsItem) -> int:
-        """Return how many positions the encoder makes of an item."""
+        """Return how many positions an item has after the encoder."""
         return count_positions(self._model_class, item[self.input_name].shape[-1])
 
     def cut_window(
         self, item: MultiModalKwargsItem, first_frame: int, num_frames: int
     ) -> MultiModalKwargsItem:
-        """Return the item of some frames, given the item of the whole audio.
+        """Return an item for `num_frames` frames from `first_frame` on, cut out of a whole audio.
 
-        If the model needs windows of a fixed length, the frames behind them are zeros, as in
-        Transformers. But short audio was already padded, and its padding belongs to it.
+        If the model needs windows of a fixed length, missing frames at the end are zeros, as in
+        Transformers. But short audio was already padded, and keeps the features of its padding.
         """
         size = self._num_window_frames or num_frames
         window = item[self.input_name][..., first_frame : first_frame + size]

@@ -134,8 +134,8 @@ def _check_audio(
 ) -> np.ndarray[Any, Any]:
     """Return audio as mono float32 samples at `sampling_rate`, in Hz.
 
-    `media` is an array of samples, or a pair of it and its own sampling rate. Of two dimensions the
-    smaller one is the channels, or the first one if they are equal.
+    `media` is an array of samples, or a pair of an array and its own sampling rate. If the array
+    has two dimensions, the smaller one is that of the channels, or the first one if both are equal.
     """
     rate = sampling_rate
     if isinstance(media, tuple) and len(media) == 2:

@@ -5,13 +5,13 @@ number in an option could take all memory of a machine. Names and numbers of opt
 before anything else is done.
 
 Then items are refused that a request's options make larger than the server's own options can. An
-item may cost what the server's own options make of it, or what they make of the largest item that
-is allowed. The cost is estimated from the item's size before decoding, and checked again after
-processing.
+item may cost as much as it would with the server's own options, or as much as the largest allowed
+item would with them. The cost is estimated from the item's size before decoding, and checked again
+after processing.
 
 For the estimate the model's own processor runs on tensors of the meta device, which have a shape
-and no content. It takes milliseconds, even if the tensors would not fit into memory. A processor
-that reads values gets a blank item, if that is small enough.
+and no content. That takes milliseconds, even if the tensors would not fit into memory. A processor
+that reads the values of pixels gets a blank item, if that is small enough.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _RESERVED = frozenset(
 )
 MAX_EDGE = 8192
 MAX_PIXELS = 2**25  # twice the largest image of the Qwen-VL families
-# Part of an option's name -> the largest number that it may have. Some of these options are lengths
-# of edges, and some are numbers of images that are made of one. The processor's own value is
-# always allowed.
+# Part of an option's name -> the largest number that the option may have. Some of these options are
+# lengths of edges, and some say how many parts one image is split into. The processor's own value
+# is always allowed.
 _MOST = {
     "pinpoints": MAX_EDGE,
     "crops": 64,
@@ -208,7 +208,7 @@ def _fit(ratio: float, max_pixels: int) -> tuple[int, int]:
 
 _CLIP_FPS = 30.0
 _CLIP_SECONDS = (1.0, 20.0, 600.0)  # and the longest that is allowed
-# Processes the item of a check with other options.
+# Processes the item of a `CostCheck` with the options that it gets.
 ProcessOwn = Callable[[Mapping[str, Any]], ProcessedItem]
 
 
@@ -247,7 +247,7 @@ class CostGuard:
         processor_kwargs: Mapping[str, Any],
         decode_options: Mapping[str, Any] | None,
     ) -> CostCheck | None:
-        """Return the check for an item with these options, or `None` if they are the server's own.
+        """Return a check for an item with these options, or `None` for the server's own options.
 
         `decode_options` is `None` for an item that is decoded already.
         """
@@ -269,8 +269,8 @@ class CostGuard:
     def get_ceiling(self, modality: str) -> ItemCost:
         """Return the largest cost that any item can have with the server's own options.
 
-        It is zero for audio, because audio processors read values and the longest audio lasts
-        hours, so that it can't be measured.
+        It is zero for audio, which can't be measured: audio processors read values, and the longest
+        audio lasts hours.
         """
         if modality not in self._ceilings:
             own_kwargs, _ = self.own.resolve(modality, is_encoded=True)
@@ -310,12 +310,12 @@ class CostCheck:
     processor_kwargs: Mapping[str, Any]
     own_kwargs: Mapping[str, Any]  # the server's own options for the processor
     own_decode: Mapping[str, Any]  # the server's own options for the decoder
-    own_cost: ItemCost | None = None  # what the server's own options make of this item
+    own_cost: ItemCost | None = None  # the cost of this item with the server's own options
 
     def check_shape(self, shape: Shape, own_shape: Shape | None = None) -> None:
         """Raise `RequestError` before decoding if an item of this shape would become too large.
 
-        `own_shape` is the shape with the server's own options, if they take another number of
+        `own_shape` is the shape with the server's own options, if these choose another number of
         frames.
         """
         processor = self.guard.processor
@@ -344,8 +344,8 @@ class CostCheck:
     def check_result(self, item: ProcessedItem, process_own: ProcessOwn) -> None:
         """Raise `RequestError` if a processed item is too large.
 
-        `process_own` processes the item with other options. It is called if the cost with the
-        server's own options could not be estimated before.
+        `process_own` processes the item with other options. It is called with the server's own
+        options if their cost could not be estimated before decoding.
         """
         if self.own_cost is None:
             try:

@@ -1,8 +1,8 @@
 """Prepares audio for CTC/transducer models, which have no decoder (see `models.ctc_transducer`).
 
-Long audio is cut into pieces at quiet places. The features of each piece are computed on its own,
-because they are normalised over it. An item has those of all pieces one after the other, and a
-table of the pieces, so that a piece is cut out of it later without more work.
+Long audio is cut into pieces at quiet places. The features of each piece are computed separately,
+because they are normalised over the piece. An item has the features of all pieces one after the
+other, and a table of the pieces, by which a piece is cut out of the item later.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from sensorium.types.errors import RequestError
 from sensorium.types.multimodal import ItemLayout, MultiModalKwargsItem
 from sensorium.utils.silences import find_cuts
 
-# A tensor of an item: for each piece its first sample, the sample behind it, its first row in the
-# features, and the row behind it.
+# A tensor of an item, with four numbers for each piece: its first sample and the one behind its
+# last, and its first row in the features and the one behind its last.
 PIECES = "pieces"
 _PARAKEET = "transformers.models.parakeet.feature_extraction_parakeet"
 _TRIAL_S = (2, 4)
 
 
 class CtcTransducerParts:
-    """The feature extractor and the tokenizer of a checkpoint, in the place of its processor.
+    """The feature extractor and the tokenizer of a checkpoint, in place of its processor.
 
-    Its processor may need libraries for decoding with a language model, which are not used here.
+    The processor may need libraries for decoding with a language model, which are not used here.
     """
 
     chat_template = None
@@ -62,7 +62,7 @@ def _load_extractor(directory: str) -> Any:
 def load_parakeet_extractor() -> Any:
     """Return the class of Parakeet's feature extractors, also if librosa is missing.
 
-    They use librosa only for their filters, but Transformers refuses the whole class without it.
+    The class uses librosa only for its mel filters, but Transformers refuses it without librosa.
     Our filters are the same, bit by bit.
     """
     module: Any = importlib.import_module(_PARAKEET)
@@ -82,8 +82,8 @@ def make_mel_filters(
 ) -> npt.NDArray[np.float32]:
     """Return the same filters as `librosa.filters.mel`: float32 [n_mels, n_fft // 2 + 1].
 
-    They are triangles of area 1 on the mel scale, rounded in librosa's order. `norm` is always
-    "slaney".
+    They are triangles of area 1 on the mel scale, computed in librosa's order so that they are
+    rounded in the same way. `norm` is always "slaney".
     """
     del norm
     lowest, highest = (float(hertz_to_mel(frequency, "slaney")) for frequency in (fmin, fmax))
@@ -96,7 +96,7 @@ def make_mel_filters(
 
 
 class CtcTransducerProcessor(AudioProcessor):
-    """The processor of a CTC/transducer model for audio, with the model's feature extractor."""
+    """The audio processor of a CTC/transducer model, with the model's feature extractor."""
 
     def __init__(self, model_class: Any, config: PretrainedConfig, parts: Any) -> None:
         extractor = parts.feature_extractor
@@ -142,19 +142,19 @@ class CtcTransducerProcessor(AudioProcessor):
         return tensors
 
     def _is_too_short(self, part: MultiModalKwargsItem) -> bool:
-        """Return whether the model makes no frames of a piece, or it can't be normalised."""
+        """Return True if a piece is too short for one frame of the encoder, or to be normalised."""
         is_finite = bool(torch.isfinite(part[self.input_name]).all())
         return not is_finite or self.count_positions(part) < 1
 
     def count_positions(self, item: MultiModalKwargsItem) -> int:
-        """Return how many frames the encoder makes of the rows of a piece that are not padding."""
+        """Return how many frames of the encoder a piece has, without its padding."""
         num_rows = int(item[MASK].sum()) if MASK in item else item[self.input_name].shape[1]
         return count_frames(self._model_class, self._config, num_rows)
 
     def cut_window(
         self, item: MultiModalKwargsItem, first_frame: int, num_frames: int
     ) -> MultiModalKwargsItem:
-        """Return the item of one piece, given its rows in the features of the whole audio."""
+        """Return an item for one piece, given by its rows in the features of the whole audio."""
         table = item[PIECES]
         start, end, first_row, end_row = table[table[:, 2] == first_frame][0].tolist()
         names = [name for name in (self.input_name, MASK) if name in item]

@@ -1,4 +1,4 @@
-"""Makes small items of any modality: decoded ones for trials, and files for warm-up."""
+"""Makes small media items of any modality: decoded media for trials, and files for warm-up."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def make_dummy_media(modality: str, sampling_rate: int, *, index: int = 0) -> ob
 def make_varied_media(modality: str, sampling_rate: int) -> Iterator[object]:
     """Yield decoded media items of random content, with different lengths and shapes, for trials.
 
-    What is equal in the processor's results for all of them is assumed to be equal for every item.
-    One audio item is longer than the usual window of an encoder.
+    A property that the processor's results for all these items share is assumed to hold for every
+    item. One audio item is longer than the usual window of an encoder.
     """
     generator = np.random.default_rng(0)
     if modality == "audio":

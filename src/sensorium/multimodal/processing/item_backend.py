@@ -1,13 +1,13 @@
-"""Processes items in the thread that asks, or in a pool of processes.
+"""Processes items in the caller's thread, or in a pool of processes.
 
-Before an item goes to the pool, its work is estimated from a few bytes at most, because that runs
-in the process that serves requests. What only FFmpeg can find out (how many frames a video has, how
-long audio is) is found by the process that decodes it. A job and its result are msgpack with
-separate blocks of raw memory. `make_handler` is what a process of the pool runs.
+Before an item goes to the pool, its work is estimated from a few bytes of the file at most, because
+the estimate runs in the process that serves requests. What only FFmpeg can find out (how many
+frames a video has, how long audio is) is found by the process that decodes the item. A job and its
+result are msgpack with separate blocks of raw memory. A process of the pool runs `make_handler`.
 
-Embeddings are accepted only if the operator allows it, because their sender decides what the
-decoder of the model reads. They are refused where their number alone does not fix an item's place
-in a prompt: where positions depend on a grid, or text comes between the placeholders.
+Precomputed embeddings are accepted only if the operator allows it, because their sender decides
+what the decoder of the model reads. They are refused where their number alone does not fix an
+item's place in a prompt: where positions depend on a grid, or text comes between the placeholders.
 """
 
 from __future__ import annotations
@@ -81,13 +81,13 @@ class _ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 class PoolSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that a process of the media pool gets when it starts."""
 
-    directory: str  # in which the model is
+    directory: str  # of the model
     trust_remote_code: bool
     limits: MediaLimits
     shm_fd: int | None  # of the shared memory for results, to which it attaches
     warm_modalities: tuple[str, ...]  # an item of each is processed before the first job
     own_options: OwnOptions  # the operator's options for the processor and the decoders
-    allow_larger_media: bool  # a request may ask for more than these options make of an item
+    allow_larger_media: bool  # a request's options may make items larger than `own_options` can
 
 
 def _as_plain(value: object) -> object:
@@ -202,9 +202,10 @@ class ItemHandler:
     def __call__(
         self, job: bytes, block: memoryview, *, max_cost_s: float
     ) -> tuple[bytes, MultiModalKwargsItem]:
-        """Return the encoded reply, and the tensors to send with it, unless shared memory has them.
+        """Return the encoded reply, and the tensors to send with it.
 
-        Raise `CostlyJobError` if decoding is more work than `max_cost_s` seconds.
+        No tensors are sent if shared memory has them. Raise `CostlyJobError` if decoding is more
+        work than `max_cost_s` seconds.
         """
         item_job, media, keep = decode_job(job, block)
         try:
@@ -262,8 +263,8 @@ class FinishedItem:
     """A processed media item, or its place in shared memory, and how long its stages took."""
 
     result: ProcessedItem | ShmReference
-    times: ItemTimes  # how long its stages took, in any process
-    is_stored: bool = False  # it need not be kept in a tier: it came from there, or is encoded
+    times: ItemTimes  # stage -> seconds, in any process
+    is_stored: bool = False  # not to be written to a tier: it came from there, or is encoded
 
 
 class ItemBackend(Protocol):
@@ -294,7 +295,7 @@ class InProcessBackend:
 
 
 class PoolBackend:
-    """A backend that processes items in the media pool, and with `keep` into shared memory."""
+    """A backend that processes items in the media pool; `keep` puts them into shared memory."""
 
     def __init__(
         self, pool: ProcessPool, processor: MultiModalProcessor, limits: MediaLimits, *, keep: bool
@@ -332,9 +333,9 @@ class PoolBackend:
 class EarlyBackend:
     """A backend that works in the caller's thread until the media pool is ready, then in the pool.
 
-    So no request waits for the imports of the pool's first process. Long work waits for the pool
-    all the same. In the caller's thread limits on size hold, but a deadline can't stop a processor
-    that has begun, and a crash of a decoder ends the frontend and not only a process of the pool.
+    So a request does not wait for the imports of the pool's first process. Only an item with long
+    work waits for the pool. In the caller's thread the limits on size hold, but a deadline can't
+    stop a processor that has begun, and a crash of a decoder ends the whole frontend.
     """
 
     def __init__(self, pool: ProcessPool, early: ItemBackend, late: ItemBackend) -> None:
@@ -346,7 +347,7 @@ class EarlyBackend:
         if self._pool.is_starting:
             try:
                 return self._early.start(job, media)
-            except CostlyItemError:  # the job starts the pool, if that has not started yet
+            except CostlyItemError:  # submitting the job starts the pool, if needed
                 pass
         return self._late.start(job, media)
 

@@ -1,8 +1,8 @@
-"""Rules for the tensors of an item, found by running the model's processor.
+"""Rules for the tensors of a processed item, found by running the model's processor on samples.
 
-Tensors that were made elsewhere are checked against them before they reach a cache or an encoder.
-An encoder relies on the sizes, masks and positions that describe an item. If these do not fit its
-tensors, the item could take any amount of memory, or read beyond a table.
+Tensors that a client or a store gives are checked by these rules before they reach a cache or an
+encoder. An encoder relies on the sizes, masks and positions that describe an item. If these do not
+fit the item's other tensors, the encoder could take any amount of memory, or read beyond a table.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ItemSpec:
     # Pairs of tensors: the product of the numbers in the first one counts the rows of the second.
     grids: tuple[tuple[str, str], ...] = ()
     merge_size: int = 1  # heights and widths of a grid are multiples of it
-    # Tensor -> (embeddings, numbers): an encoder makes so many embeddings of so many numbers.
+    # Tensor -> (n, m): the encoder makes n embeddings of each m values in this tensor.
     yields: Mapping[str, tuple[int, int]]
 
     def check(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int | None) -> None:
@@ -88,9 +88,10 @@ class ItemSpec:
                 )
 
     def check_encoded(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int) -> None:
-        """Check those tensors of an item that come with its encoder output of `num_embeds` rows.
+        """Check the small tensors of an item that come with its encoder output.
 
-        If they have the sizes of the others, these must be those of so many embeddings.
+        If a grid of sizes is among them, the sizes must be those of an item with `num_embeds`
+        embeddings.
         """
         if unknown := kwargs.keys() - self.tensors.keys():
             raise RequestError(f"{modality} has no tensor {min(unknown)[:200]!r}")
@@ -107,7 +108,7 @@ class ItemSpec:
                 raise RequestError(f"the sizes in {name} do not give {num_embeds} embeddings")
 
     def _check_some(self, kwargs: Mapping[str, Any]) -> None:
-        """Check these tensors by the rules that concern no others."""
+        """Check some tensors of an item by those rules that concern no missing tensor."""
         for name, tensor in kwargs.items():
             self.tensors[name].check(name, tensor)
         for (name, index), (other, other_index) in self.links:
@@ -130,10 +131,10 @@ class ItemSpec:
 
 
 class ItemSpecs:
-    """A thread-safe check of tensors that were processed elsewhere, for all modalities.
+    """A thread-safe check of items that a client or another process has processed.
 
-    A modality's rules are learned by processing sample media, when it is first checked. `lock` is
-    held while that is done, if the processor is also used elsewhere.
+    A modality's rules are found by processing sample media, when it is first checked. `lock` is
+    held meanwhile. It may be `None` if nothing else uses the processor.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ItemSpecs:
         self._get_spec(modality).check(modality, kwargs, num_embeds)
 
     def check_encoded(self, modality: str, kwargs: Mapping[str, Any], num_embeds: int) -> None:
-        """Raise `RequestError` if tensors can't come with an encoder output of `num_embeds`."""
+        """Raise `RequestError` if tensors don't fit an encoder output of `num_embeds` rows."""
         self._get_spec(modality).check_encoded(modality, kwargs, num_embeds)
 
     def _get_spec(self, modality: str) -> ItemSpec:
@@ -199,9 +200,9 @@ class StoredItems:
     """A thread-safe check of items from a store, by the rules for items that a client sends.
 
     A checksum proves that an entry is as it was written, and not that it makes sense: another
-    version, or somebody else with access to the store, may have written it. Sizes that don't fit
-    would fail the request, or let the model allocate any amount of memory for positions. `lock` is
-    held by everything that uses the model's processor.
+    version, or somebody else with access to the store, may have written it. With wrong sizes the
+    request would fail, or the model would allocate any amount of memory for positions. `lock` is
+    held while the model's processor is used, here and in other modules.
     """
 
     def __init__(self, processor: MultiModalProcessor, lock: Lock) -> None:
@@ -231,7 +232,7 @@ class StoredItems:
 
 
 def make_spec(samples: Sequence[ProcessedItem], merge_size: int) -> ItemSpec:
-    """Return the rules for tensors: what samples of one modality and of different sizes share.
+    """Return the rules that all given samples obey, which are of one modality and different sizes.
 
     `merge_size` is the number of patches along an edge that the model merges into one embedding, or
     1 if it merges none.
@@ -291,7 +292,10 @@ def _get_num_fixed(modality: str, tensor: torch.Tensor) -> int:
 def _find_links(
     samples: Sequence[ProcessedItem], tensors: Mapping[str, TensorRule]
 ) -> tuple[tuple[_Dimension, _Dimension], ...]:
-    """Return pairs of equal dimensions, of a mask or positions and of a tensor they describe."""
+    """Return pairs of dimensions that are equal in all samples.
+
+    The first one is of a mask or of positions, the second one of the tensor that they describe.
+    """
     described = [name for name, rule in tensors.items() if rule.is_mask or rule.is_position]
     return tuple(
         ((name, index), (other, other_index))
@@ -306,7 +310,7 @@ def _find_links(
 
 
 def _is_grid_of(kwargs: MultiModalKwargsItem, name: str, rows: str) -> bool:
-    """Return True if `name` is a small tensor of sizes that give the number of rows of `rows`."""
+    """Return True if the tensor `name` has sizes that give the number of rows of `rows`."""
     grid, tensor = kwargs[name], kwargs[rows]
     is_sizes = grid.dtype in (torch.int32, torch.int64) and 1 <= grid.ndim <= 2
     if not is_sizes or grid.shape[-1] > 3 or name.endswith("mask") or not tensor.ndim:
@@ -329,9 +333,10 @@ def _count_rows(grid: torch.Tensor) -> float | None:
 
 
 def _find_yields(samples: Sequence[ProcessedItem]) -> dict[str, tuple[int, int]]:
-    """Return the largest tensor's name, and how many embeddings come of how many of its values.
+    """Return {name of the largest tensor: (n, m)} if n embeddings come of each m of its values.
 
-    It is empty if samples have different ratios. Encoders that pack patches have one for all.
+    The result is empty if this ratio differs between samples. Encoders of packed patches (as in
+    NaViT) have the same ratio for all items.
     """
     first = samples[0]
     name = max(first.kwargs, key=lambda name: first.kwargs[name].numel())

@@ -3,10 +3,10 @@
 Owns the model's processor, which is not safe to use from two threads. Refuses items that a
 request's options make too large, and audio that is longer than the model's window.
 
-Processors cut off what is longer than their window, without an error. The length of the window has
-no common name among their settings, so it is found by trials: if a change at the end of the audio
-does not change the result, that end was cut off. The trials use audio of our own, so that no
-client's audio influences another client's.
+Processors cut off audio that is longer than their window, without an error. The length of the
+window has no common name among their settings, so it is found by trials: if a change at the end of
+the audio does not change the result, that end was cut off. The trials use audio that is made here,
+so that no client's audio influences another client's.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class _Window:
     """The bounds found so far on the longest audio, in samples, that a processor takes whole."""
 
     processor_kwargs: Mapping[str, Any]
-    accepted: int = 0  # the longest audio that was taken to its end
-    rejected: int | None = None  # the shortest one that was not; `None` if there was none
-    is_exact: bool = False  # no longer audio is taken to its end, except for the tolerance
+    accepted: int = 0  # the longest audio that was not cut off
+    rejected: int | None = None  # the shortest audio that was cut off; `None` if none was
+    is_exact: bool = False  # audio longer than `accepted` plus the tolerance is cut off
 
     def excludes(self, num_samples: int) -> bool:
         """Return True if audio of this length, which is above `accepted`, is certainly cut off."""
@@ -120,9 +120,9 @@ class LengthCheck:
     def _explore(self, window: _Window, num_samples: int) -> None:
         """Find out by trials if the processor takes audio of this length, and where its limit is.
 
-        The limit is usually short, and one of the numbers among the processor's settings. So the
-        longest usual candidate is tried first: most audio then needs no trial of its own, and very
-        long audio no trial at its length. The results are noted in `window`.
+        The limit is usually at most a minute, and one of the numbers among the processor's
+        settings. So the longest such number is tried first. Then most audio needs no further trial,
+        and very long audio no trial at its own length. The results are stored in `window`.
         """
         usual = _USUAL_WINDOW_S * self._rate
         candidates = sorted({c for c in self._iter_candidates() if c <= max(num_samples, usual)})
@@ -154,8 +154,8 @@ class LengthCheck:
     def _ask(self, num_samples: int, processor_kwargs: Mapping[str, Any]) -> bool:
         """Return True if the processor's result depends on the last part of audio of this length.
 
-        Return True also if the processor fails, because the client's audio will then fail in the
-        same way.
+        Return True also if the processor fails, because it will then fail for the client's audio in
+        the same way.
         """
         num_changed = min(num_samples, self._num_tolerated)
         silence = np.zeros(num_samples, dtype=np.float32)
@@ -195,7 +195,7 @@ class ItemJob(msgspec.Struct, frozen=True, kw_only=True):
     modality: str
     decode_options: dict[str, Any] | None  # None: the media is decoded already
     processor_kwargs: dict[str, Any]
-    is_decoded_only: bool = False  # the result is the samples of audio, under `SAMPLES`
+    is_decoded_only: bool = False  # the result is the samples of audio, as the tensor `SAMPLES`
 
 
 class ItemWorker:
@@ -222,9 +222,9 @@ class ItemWorker:
     ) -> tuple[ProcessedItem, ItemTimes]:
         """Return the processed item, and the seconds that its stages took.
 
-        `media` is the bytes of a file, or decoded media from a caller in this process. Raise
-        `RequestError` if it can't be processed, and `CostlyItemError` as soon as decoding turns out
-        to be more work than `max_cost_s` seconds.
+        `media` is the bytes of a file, or decoded media from a caller in process. Raise
+        `RequestError` if the media can't be processed, and `CostlyItemError` as soon as decoding
+        turns out to be more work than `max_cost_s` seconds.
         """
         times = StageTimes()
         check = None

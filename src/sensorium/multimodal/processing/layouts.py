@@ -1,8 +1,8 @@
 """Layouts of images from their sizes alone, for requests that need no tensors.
 
-In the families named here, the text that stands for an image in a prompt is a function of its size
-and of the processor's options. So a size is processed once, as a blank image, and an image of that
-size is neither decoded nor processed.
+With the processors named here, the text that stands for an image in a prompt depends only on the
+size of the image and on the processor's options. So each size is processed once, as a blank image,
+and images of that size are neither decoded nor processed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SIZED_PROCESSORS = frozenset(
         "SmolVLMProcessor",
     }
 )
-_OWN_MODULES = "transformers.models."  # code that comes with a model may do anything
+_OWN_MODULES = "transformers.models."  # a class from a checkpoint may have one of these names
 _MAX_CHARACTERS = 2**25  # of all layouts that are kept
 
 
@@ -71,9 +71,9 @@ class SizeLayouts:
     ) -> ItemLayout | None:
         """Return the layout of an image without decoding it, or `None` if that is not possible.
 
-        It is possible for the bytes of an image file that shows its size in the header. Raise
-        `RequestError` if the file is no image, or if the processor refuses images of this size.
-        Waiting for the processor ends when `cancelled` completes.
+        It is possible for the bytes of an image file with its size in the header. Raise
+        `RequestError` if the file is no image, or if the processor refuses images of this size, and
+        `CancelledError` if `cancelled` completes before the processor has ended.
         """
         if job.modality != "image" or not isinstance(source, MediaBytes):
             return None

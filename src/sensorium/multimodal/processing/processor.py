@@ -1,7 +1,7 @@
 """Runs the model's own Hugging Face processor, with one media item in each call.
 
 The result is the tensors that the encoder takes, and the layout: the text that stands for the item
-in an expanded prompt. It must not depend on other items, so that it can be cached.
+in an expanded prompt. An item's result must not depend on other items, so that it can be cached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sensorium.types.multimodal import MODALITIES, ItemLayout, MultiModalKwargsI
 
 # Returns the token that a character belongs to; `None` if the tokenizer dropped it.
 FindToken = Callable[[int], int | None]
-# For the kinds of models that have audio outside their prompt.
+# The audio processors of the kinds of models that have audio outside their prompt.
 _AUDIO_PROCESSORS: dict[ModelKind, type[AudioProcessor]] = {
     CROSS: AudioProcessor,
     NO_DECODER: CtcTransducerProcessor,
@@ -70,8 +70,8 @@ def tokenize_fragment(tokenizer: Any, text: str) -> list[int]:
 def _tokenize_in_pieces(tokenizer: Any, text: str) -> tuple[list[int], FindToken]:
     """Tokenize a text with a tokenizer that would read control tokens as plain text (Mistral's).
 
-    The text is split at its control tokens. The returned function is exact only for these; for
-    other characters it gives the first token of their piece.
+    The text is split at its control tokens. The returned function is exact only for these; for a
+    character of a piece between them it gives the first token of that piece.
     """
     token_ids: list[int] = []
     if not text.startswith(tokenizer.bos_token):
@@ -105,7 +105,7 @@ def _get_control_tokens(tokenizer: Any) -> tuple[re.Pattern[str], dict[str, int]
     return re.compile(f"({'|'.join(map(re.escape, tokens))})"), id_of
 
 
-# What a processor returns about the text. Everything else belongs to the item.
+# The keys under which a processor returns data about the text. All others belong to the item.
 _TEXT_KEYS = frozenset(
     {
         "input_ids",
@@ -122,8 +122,8 @@ _PARTS = {
     "audio": ("feature_extractor", "audio_processor"),
 }
 _OPTION_GROUPS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kwargs"}
-# Bounds on the text of a layout, so that no longer text is read than an item can have: names of
-# tokens, and what comes between them.
+# Bounds on the text of a layout, which consists of names of tokens and what comes between them.
+# Longer texts are refused before they are tokenised.
 _MAX_CHARACTERS = 2**12
 _MAX_CHARACTERS_PER_EMBED = 2**8
 _FAULTS_OF_CODE = (TypeError, AttributeError, NameError, ImportError, AssertionError)
@@ -158,7 +158,7 @@ def call_voxtral(
     return {"input_features": windows.contiguous()}, processor.audio_token * num_embeds
 
 
-# Model type -> a function for the audio of a model with a processor that can't be called itself.
+# Model type -> a function that processes audio in place of the model's own processor.
 PROCESSOR_CALLS: dict[str, Callable[[Any, object, Mapping[str, object]], ProcessorResult]] = {
     "voxtral": call_voxtral
 }
@@ -206,10 +206,10 @@ class MultiModalProcessor:
         except Exception as error:  # Transformers raises errors of many kinds
             raise ModelError(f"no processor can be loaded from {model!r}: {error}") from error
         self.hf_processor: Any = loaded if is_multimodal else None
-        # Our own function for audio calls the processor's parts, and cuts nothing off.
+        # Our function in place of the processor, if the model needs one. It cuts no audio off.
         self._call_own = PROCESSOR_CALLS.get(config.model_type)
         self.tokenizer: Any = loaded.tokenizer if is_multimodal else loaded
-        # For models that have audio outside their prompt. No marker stands for it.
+        # For models that have audio outside their prompt, where no marker stands for it.
         self.outside_audio: AudioProcessor | None = None
         if audios is not None:
             model_class = get_model_class(model, config, trust_remote_code=trust_remote_code)
@@ -225,7 +225,7 @@ class MultiModalProcessor:
 
     @property
     def fingerprint(self) -> str:
-        """Return a text that changes if the processor would give other results for an item."""
+        """Return a text that changes whenever the processor's results for an item may change."""
         if self.hf_processor is None:
             return ""
         name = type(self.hf_processor).__name__
@@ -245,8 +245,8 @@ class MultiModalProcessor:
     def get_option_default(self, path: str) -> float | None:
         """Return a number from the processor's own settings, or `None` if it has none of this name.
 
-        `path` is a name such as `size.longest_edge`. Of different values in parts of the processor,
-        the largest one is returned.
+        `path` is a name such as `size.longest_edge`. If parts of the processor have different
+        values, the largest one is returned.
         """
         name, _, key = path.partition(".")
         found = [getattr(part, name, None) for part in self._get_parts(*MODALITIES)]
@@ -293,9 +293,10 @@ class MultiModalProcessor:
         return next((int(part.sampling_rate) for part in self._get_parts("audio")), None)
 
     def make_trial_text(self, modality: str | None, texts: Sequence[str]) -> str:
-        """Return a prompt for trials, with one media item (or none) between each two of the texts.
+        """Return a prompt for trials: the texts, with a media item's marker between each two.
 
-        The chat template writes the prompt if it can, because it adds what belongs around an item.
+        With the modality `None` the texts are only joined. The chat template writes the prompt if
+        it can, because it adds the tokens that belong around an item.
         """
         if modality is None:
             return "".join(texts)
@@ -364,9 +365,9 @@ class MultiModalProcessor:
     def _get_replacement(self, modality: str, output: Mapping[str, Any]) -> str:
         """Return the text that replaces the marker of a media item in a prompt.
 
-        `output` is that of the processor, for a prompt of nothing but the marker. Some processors
-        do not return this text. Then it is read from the token ids, if they are the marker
-        repeated. Raise `ModelError` if they are not, and `RequestError` if there are none.
+        `output` is the processor's, for a prompt that is only the marker. If the processor does not
+        return this text, it is derived from the token ids, which must be repetitions of the marker.
+        Raise `ModelError` if they are not, and `RequestError` if there are none.
         """
         if "text_replacement_offsets" in output:
             return str(output["text_replacement_offsets"][0][0]["replacement"])
@@ -410,8 +411,8 @@ class MultiModalProcessor:
         except RequestError:
             raise
         except Exception as error:
-            # Odd options make processors raise errors of any kind. Without options, an item that
-            # was checked can't cause errors of these kinds, so that they are bugs.
+            # Odd options make processors raise errors of any kind. Without options, errors of these
+            # kinds are bugs, because the item itself was checked.
             if isinstance(error, _FAULTS_OF_CODE) and not processor_kwargs:
                 raise
             raise RequestError(f"the media could not be processed: {str(error)[:300]}") from error

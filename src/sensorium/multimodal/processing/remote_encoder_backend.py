@@ -30,7 +30,7 @@ class EncoderService(Protocol):
     """A connection to a remote encoder, which several threads may use."""
 
     def encode(self, job: ItemJob, media: object) -> Future[FinishedItem]:
-        """Begin to encode an item, and return a future of it with its encoder output.
+        """Begin to encode an item, and return a future of the item with its encoder output.
 
         The future ends within a bounded time. It fails with a `RequestError` if the item is at
         fault, and with a `CapacityError` if the encoder has no room or can't be reached.
@@ -38,17 +38,17 @@ class EncoderService(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the connection, so that what still waits for an answer fails."""
+        """Close the connection, so that items which still wait for an answer fail."""
         ...
 
 
 class RemoteEncoderBackend:
     """A backend that gives items of more than `above` bytes to a remote encoder.
 
-    All other items go to `local`, the engine's own backend. With `has_fallback`, so does an item if
-    the encoder has no room or can't be reached. That happens in threads of this backend, because
-    the engine's own backend may wait for room or do the whole work at once, and the thread in which
-    an encoder's answer comes may be that of an event loop.
+    All other items go to `local`, the engine's own backend. With `has_fallback`, `local` also gets
+    the items that the encoder can't take, because it has no room or can't be reached. It gets these
+    in threads of this backend, because it may wait for room or do the whole work at once, and the
+    thread that receives an encoder's answer may run an event loop.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class RemoteEncoderBackend:
         self._threads = ThreadPoolExecutor(_NUM_FALLBACKS, thread_name_prefix="fallback")
 
     def close(self) -> None:
-        """Give no more items to the engine's own backend. Those that wait for that fail."""
+        """End the threads that give items to `local`; the items that wait for a thread fail."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def get_counts(self) -> dict[str, int]:
-        """Return how many items were meant for the encoder so far, by outcome."""
+        """Return how many items for the encoder have had each outcome so far."""
         with self._lock:
             return {outcome: self._counts[outcome] for outcome in REMOTE_ENCODER_OUTCOMES}
 

@@ -1,8 +1,8 @@
 """Prepares audio for streaming models, which take it while it arrives, as Voxtral-Realtime does.
 
 Every position of such a model has a token and a part of the audio. A whole file is prepared by the
-model's own processor. Streaming audio is prepared part by part: the parts joined are the features
-of the whole audio.
+model's own processor. For streaming audio, features are computed as it arrives; joined, they are
+the features of the whole audio.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StreamingAudioProcessor(AudioProcessor):
 
     @property
     def token_ms(self) -> int:
-        """Return the milliseconds of audio that one token has."""
+        """Return the length of audio for one token, in milliseconds."""
         return _MS_PER_S * self.samples_per_token // self.sampling_rate
 
     @property
@@ -65,11 +65,14 @@ class StreamingAudioProcessor(AudioProcessor):
         return count
 
     def make_prompt(self, delay_ms: int) -> tuple[int, ...]:
-        """Return the tokens with which a stream begins."""
+        """Return the prompt for streaming audio, which depends on the delay of the text."""
         return (*self._begin_ids, *map(int, self._audio.encode_streaming_tokens(delay_ms)))
 
     def make_padding(self, delay_ms: int) -> tuple[int, int]:
-        """Return the samples of silence before audio, and behind audio of whole tokens."""
+        """Return how many samples of silence the model needs before and behind the audio.
+
+        The second number is for audio that ends at the end of a token.
+        """
         left, right = self._audio.get_padding_audio(delay_ms)
         return len(left.audio_array), len(right.audio_array)
 
@@ -93,7 +96,7 @@ class StreamingAudioProcessor(AudioProcessor):
         return {name: item[name] for name in (self.input_name, NUM_SAMPLES)}
 
     def describe_whole(self, features: Sequence[MultiModalFeatureSpec]) -> StreamSpec:
-        """Return how a request takes the whole audio that comes with it."""
+        """Return the `StreamSpec` for a request that comes with its whole audio."""
         return StreamSpec(
             num_delay_tokens=self.count_delay_tokens(self.default_delay_ms),
             num_received=sum(feature.mm_position.get_num_embeds() for feature in features),
@@ -114,23 +117,23 @@ class AudioStream:
     def __init__(self, audios: StreamingAudioProcessor, delay_ms: int) -> None:
         self._audios = audios
         left, self._num_behind = audios.make_padding(delay_ms)
-        # A frame looks back for half of its window, also the first one.
+        # A frame is computed from samples on both sides: half a window of silence for the first.
         self._rest: Samples = np.zeros(audios.window // 2 + left, np.float32)
         self._num_samples = 0
 
     def append(self, samples: Samples) -> torch.Tensor | None:
-        """Return the features of all tokens that are complete with these samples, if any are."""
+        """Return the features of the tokens that these samples complete, or `None` without any."""
         self._num_samples += len(samples)
         return self._take(samples)
 
     def close(self) -> torch.Tensor | None:
-        """End the audio with silence, and return the features that are left."""
+        """End the audio with silence, and return the remaining features, or `None` without any."""
         missing = -self._num_samples % self._audios.samples_per_token
         silence = missing + self._num_behind + self._audios.window // 2
         return self._take(np.zeros(silence, np.float32))
 
     def count_positions(self, features: torch.Tensor) -> int:
-        """Return how many positions of the model some features have."""
+        """Return how many decoder positions the given audio features take up."""
         return int(features.shape[-1]) // self._audios.frames_per_token
 
     def _take(self, samples: Samples) -> torch.Tensor | None:

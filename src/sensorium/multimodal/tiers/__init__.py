@@ -1,1 +1,1 @@
-"""Copies of processed media and of encoder outputs outside of this process, which outlive it."""
+"""Tiers: caches of processed media and encoder outputs on disk and in Redis."""

@@ -1,7 +1,7 @@
 """Reads the address of a Redis, and shows it without its password.
 
-A misspelt address may contain its password in any of its parts. So no error here repeats what was
-given.
+A misspelt address may contain its password in any of its parts. So no error here repeats any part
+of the address.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REFUSAL = (
     "for TLS, or unix:///PATH. In a password, write characters such as / ? # @ % as %2F %3F %23 "
     "%40 %25. The address is not repeated here, because it may contain a password."
 )
-# What may follow a question mark. Everything else, such as time limits, is the store's affair.
+# The options that may follow a question mark. `RedisStore` sets all others, such as timeouts.
 _LOGIN = frozenset({"db", "username", "password"})
 _TLS = frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname"})
 

@@ -1,4 +1,4 @@
-"""Stops calls to a service for a while after it has failed, so that its users don't wait."""
+"""A circuit breaker: after a failure of a service it stops calls to it, so that no caller waits."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class Breaker:
-    """A decision whether a service may be called now, made from how its last calls ended.
+    """A thread-safe circuit breaker, which decides whether a service may be called now.
 
-    After a failure it gets no calls for a pause. Then one call may try, while all others are still
-    refused. If that fails as well, the next pause is twice as long, up to a limit. The first
-    failure and the first success after it are logged, and nothing between them. It is thread-safe.
+    After a failure the service gets no calls for a pause. Then one call may try, while all others
+    are still refused. If that call fails as well, the next pause is twice as long, up to a limit.
+    The first failure and the first success after it are logged, and nothing between them.
     """
 
     def __init__(self, service: str, *, failed: str, advice: str, back: str) -> None:
-        """Take the words that are logged: "SERVICE FAILED: a reason. ADVICE", "SERVICE BACK"."""
+        """Take the words of the log lines "SERVICE FAILED: a reason. ADVICE", "SERVICE BACK"."""
         self._service = service
         self._failed = failed
         self._advice = advice
@@ -28,7 +28,7 @@ class Breaker:
         self._lock = threading.Lock()
         self._pause_s = 0.0  # 0: the last call has succeeded
         self._retry_at = 0.0
-        self._num_failures = 0  # a call that began before the last failure says nothing new
+        self._num_failures = 0  # also the token of a call: the end of an older call is ignored
 
     @property
     def is_waiting(self) -> bool:
@@ -39,8 +39,8 @@ class Breaker:
     def enter(self, limit_s: float) -> int | None:
         """Return a token for one call, or None if the service may not be called now.
 
-        `limit_s` is how long the call may take. Its end must be reported with the token, unless the
-        call was never made.
+        `limit_s` is how long the call may take. Its end must be reported by `note_success` or
+        `note_failure` with the token, unless the call was never made.
         """
         with self._lock:
             if self._is_waiting():

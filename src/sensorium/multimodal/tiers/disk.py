@@ -1,14 +1,14 @@
-"""Entries as files in one directory, which several servers of a machine may share.
+"""A store of entries as files in one directory, which several servers of a machine may share.
 
-A file is written under another name and then renamed, so that it is there as a whole or not at all.
-It begins with a checksum of its content and its name. A file that fails the check is removed and
-counts as absent: readers need no lock. Files that this module did not name are never touched.
+A file is written under a temporary name and then renamed, so that it exists as a whole or not at
+all. It begins with a checksum of its content and its name. A file that fails the check is removed
+and counts as absent: readers need no lock. Files with names of another form are never touched.
 
-All writers share one number, the bytes that are taken, in a file that is locked while it is
-changed. A writer reserves room by making its file as long as the entry, under that lock. When an
-entry does not fit, the files are listed and the least recently used are removed, and so are those
-of dead writers: a living one holds a lock on its file. The list also corrects the number, which is
-too high after a writer was killed.
+All writers share the number of bytes that all files take, in a file that is locked while it is
+changed. A writer reserves room under that lock, by making its file as long as the entry. When an
+entry does not fit, the files are listed, and the least recently used are removed, and so are
+unfinished files of dead writers: a living writer holds a lock on its file. The list also corrects
+the number, which is too high after a writer was killed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from sensorium.types.errors import ModelError
 
 logger = logging.getLogger(__name__)
 _TAKEN = "taken"  # the file with the number of bytes that are taken, and the writers' lock
-_COUNT_BYTES = 32  # of that file
-_COUNT = re.compile(rb"[0-9]{1,18} *")  # the whole of it: fewer bytes than any disk has
+_COUNT_BYTES = 32  # the size of that file
+_COUNT = re.compile(rb"[0-9]{1,18} *")  # its whole content: more digits than any disk needs
 _ENTRY = ".entry"  # the end of the names of all entries
 _UNFINISHED = re.compile(r"unfinished-[0-9a-f]{32}")  # files that are being written
 _FOLDER = re.compile(r"[0-9a-f]{2}")
@@ -64,8 +64,8 @@ class DiskStore:
         """Create the directory if it is missing, readable for its owner only.
 
         Files that killed writers left are removed, and so are entries beyond the capacity. If
-        others hold the lock for long, that waits for the first entry that does not fit. Raise
-        `ModelError` if the directory can't be used.
+        another process holds the lock for long, they are removed later, when the first entry does
+        not fit. Raise `ModelError` if the directory can't be used.
         """
         self._directory = directory
         self._capacity_bytes = capacity_bytes
@@ -100,7 +100,7 @@ class DiskStore:
         return content
 
     def has(self, name: str) -> bool:
-        """Return whether there is an entry of this name, maybe damaged; False on a disk error."""
+        """Return True if there is an entry of this name, intact or not; False on a disk error."""
         return _exists(self._get_path(name))
 
     def touch(self, name: str) -> None:
@@ -150,7 +150,7 @@ class DiskStore:
     def statistics(self) -> StoreStatistics:
         """Return the counts of this process, and the bytes that all writers together have taken.
 
-        A damaged number counts as 0. The next writer makes a new one.
+        If the number on disk is damaged, 0 is returned. The next writer computes it again.
         """
         taken = None
         with suppress(OSError):
@@ -169,8 +169,8 @@ class DiskStore:
     def _reserve(self, unfinished: Path, num_bytes: int) -> int | None:
         """Make a file of this size, and return its descriptor, which holds a lock on it.
 
-        If it has no room, the least recently used entries are removed. Return None if that is not
-        enough.
+        If the file does not fit, the least recently used entries are removed. Return None if that
+        is not enough.
         """
         if num_bytes > min(self._capacity_bytes, MAX_ENTRY_BYTES):
             return None
@@ -180,7 +180,7 @@ class DiskStore:
                 share = int((1 - _ROOM_SHARE) * self._capacity_bytes)
                 taken = self._shrink(min(self._capacity_bytes - num_bytes, share))
                 self._write_taken(lock, taken)
-            if taken + num_bytes > self._capacity_bytes:  # others are writing that much
+            if taken + num_bytes > self._capacity_bytes:  # unfinished files of others take the room
                 return None
             file = os.open(unfinished, _CREATE, 0o600)
             try:
@@ -194,9 +194,10 @@ class DiskStore:
             return file
 
     def _shrink(self, wanted_bytes: int) -> int:
-        """Remove the least recently used files until `wanted_bytes` are left; return what is left.
+        """Remove the least recently used files until at most `wanted_bytes` remain.
 
-        Files that are being written stay, but not those of dead writers.
+        Return the bytes that remain. Files that are being written stay, but not those of dead
+        writers.
         """
         files = sorted(self._list_files())
         left = sum(num_bytes for _, num_bytes, _ in files)
@@ -211,7 +212,7 @@ class DiskStore:
         return left
 
     def _list_files(self) -> Iterator[_FoundFile]:
-        """Yield the files of this store, finished or not, and no others."""
+        """Yield the entries and the unfinished files, but no other files of the directory."""
         for entry in os.scandir(self._directory):
             if _UNFINISHED.fullmatch(entry.name):
                 yield from _describe(entry)
@@ -263,7 +264,7 @@ class DiskStore:
             path.unlink()
             with self._locked(seconds=0.0) as lock:
                 taken = self._read_taken(lock)
-                if taken is not None:  # else the next entry that is written makes it anew
+                if taken is not None:  # else the next writer of an entry computes it again
                     self._write_taken(lock, taken - num_bytes)
 
     def _note_error(self, error: OSError) -> None:
@@ -277,7 +278,7 @@ class DiskStore:
 
 
 class _DamagedError(Exception):
-    """A file is not what was written under its name."""
+    """A file does not have the content that was written under its name."""
 
 
 def _exists(path: Path) -> bool:
@@ -359,7 +360,7 @@ def _read(path: Path, name: str, max_bytes: int) -> bytearray:
         content = bytearray(found.st_size - HEAD_BYTES)
         if _read_into(file, content) != len(content) or head != make_head(name, [content]):
             raise _DamagedError
-        with suppress(OSError):  # a directory that can only be read serves all the same
+        with suppress(OSError):  # this fails in a read-only directory, which can still be used
             os.utime(file)
     finally:
         os.close(file)

@@ -1,7 +1,7 @@
-"""The first bytes of an entry, by which every store recognises what was damaged or misplaced.
+"""The head of an entry: its first bytes, by which stores recognise damaged or misplaced entries.
 
-The head has the length of the entry, so a store reads no more than the head of anything that is
-longer or shorter than what was written.
+The head has the length of the entry. If that is not the actual length, a store reads no more than
+the head.
 """
 
 from __future__ import annotations

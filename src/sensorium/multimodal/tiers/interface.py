@@ -1,4 +1,4 @@
-"""What every store of entries promises, wherever the entries lie."""
+"""The interface of all tiers: stores of named entries on disk or in Redis."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class StoreStatistics(CacheStatistics):
 class Store(Protocol):
     """A thread-safe store of named bytes, which may lose any entry but never changes one.
 
-    An error of the store is no error of its user: an entry that can't be read is absent, and one
-    that can't be written is not kept.
+    Its methods raise no errors of the disk or the network: an entry that can't be read counts as
+    absent, and one that can't be written is not kept.
     """
 
     @property
     def level(self) -> str:
-        """The store's name among the levels of caching, in metrics."""
+        """The store's name in metrics: one of `types.multimodal.TIERS`."""
         ...
 
     def get(self, name: str, max_bytes: int = MAX_ENTRY_BYTES) -> bytearray | None:
-        """Return the content of an entry and mark it as used, or None if there is none intact.
+        """Return the content of an entry and mark it as used, or None if it is absent or damaged.
 
-        A damaged entry is removed. One that is longer than written, or than `max_bytes`, counts as
-        damaged, and only its head is read.
+        A damaged entry is removed. An entry that is longer than it was written, or longer than
+        `max_bytes`, counts as damaged, and only its head is read.
         """
         ...
 
     def has(self, name: str) -> bool:
-        """Return whether there seems to be an entry of this name."""
+        """Return whether there is an entry of this name, without checking that it is intact."""
         ...
 
     def put(self, name: str, parts: Sequence[bytes | memoryview]) -> bool:

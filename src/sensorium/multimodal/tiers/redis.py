@@ -1,14 +1,15 @@
-"""Entries in a Redis, which the servers of several machines may share.
+"""A store of entries in a Redis, which the servers of several machines may share.
 
-An entry is one string, written by one command, so that it is there as a whole or not at all. It
+An entry is one string, written by one command, so that it exists as a whole or not at all. It
 begins with a checksum of its content and its name, as on disk. Redis itself removes entries that
 were not used for long, when its memory is used up (`maxmemory-policy`) or their time to live is
 over.
 
-Redis may be gone, slow, full, or something else altogether. So every call runs in a thread of its
-own, and its caller waits for a limited time only: that bounds all of it, including the look-up of
-the host's name and answers that come byte by byte. After a failure Redis gets no calls for a while
-(`breaker`). What a server answers is never logged or raised, because it may repeat a password.
+Redis may be gone, slow or full, and another service may be at its address. So every call runs in a
+thread of its own, and its caller waits for a limited time only: that bounds the whole call,
+including the look-up of the host's name and answers that come byte by byte. After a failure Redis
+gets no calls for a while (`breaker`). The texts of its answers are never logged or raised, because
+they may repeat a password.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class RedisStore:
     level = "remote"
 
     def __init__(self, address: RemoteAddress, *, ttl_s: int, patience_s: float) -> None:
-        """Log a warning if Redis does not answer now: it may do so later."""
+        """Log a warning if Redis does not answer now; the store works once it does."""
         self._ttl_s = ttl_s
         self._patience_s = patience_s
         self._counts = StoreStatistics()
@@ -66,7 +67,7 @@ class RedisStore:
             advice="Requests continue without it.",
             back="is back",
         )
-        self._room = Breaker(  # for what changes entries: a Redis that refuses it can be read
+        self._room = Breaker(  # for changes: a Redis that refuses them may still be read
             f"the remote cache of media at {address}",
             failed="takes no entries",
             advice="It is still read.",
@@ -88,7 +89,7 @@ class RedisStore:
         return content
 
     def has(self, name: str) -> bool:
-        """Return True if an entry need not be written: Redis has one, or gets no calls now."""
+        """Return True if an entry need not be written: Redis has it, or gets no calls now."""
         if self._server.is_waiting or self._room.is_waiting:
             return True
         return bool(self._ask(lambda: self._reading.exists(_PREFIX + name)))
@@ -129,14 +130,14 @@ class RedisStore:
     # ---- calls
 
     def _read(self, key: str, max_bytes: int) -> bytes | redis.ResponseError | None:
-        """Return a value, or the error of Redis if the key has something that is no string.
+        """Return the value of a key, Redis's error if it is no string, or None if it is absent.
 
-        If its length can't be that of an entry, only the first bytes are returned.
+        If the value's length can't be that of an entry, only its first bytes are returned.
         """
         looks = self._reading.pipeline(transaction=False)
         looks.strlen(key)
         looks.getrange(key, 0, HEAD_BYTES - 1)
-        looks.exists(key)  # for Redis, no string and an empty one have the same length
+        looks.exists(key)  # because `strlen` is 0 both for no string and for an empty one
         num_bytes, head, is_there = looks.execute(raise_on_error=False)
         error = next((each for each in (num_bytes, head) if isinstance(each, Exception)), None)
         if isinstance(error, redis.ResponseError) and str(error).startswith("WRONGTYPE"):
@@ -149,19 +150,19 @@ class RedisStore:
             return bytes(head)
         commands = self._reading.pipeline(transaction=False)
         commands.getrange(key, 0, num_bytes - 1)
-        if self._ttl_s:  # a Redis that can only be read refuses this, and serves all the same
+        if self._ttl_s:  # a read-only Redis refuses this, and still answers the other command
             commands.expire(key, self._ttl_s)
         value: bytes | redis.ResponseError
         value, *_ = commands.execute(raise_on_error=False)
         if isinstance(value, Exception) and not str(value).startswith("WRONGTYPE"):
             raise value
-        return value or None  # it may have gone meanwhile
+        return value or None  # the entry may have been removed meanwhile
 
     def _write(self, key: str, value: bytes) -> bool:
         return bool(self._writing.set(key, value, nx=True, ex=self._ttl_s or None))
 
     def _ask(self, call: Callable[[], _Result]) -> _Result | None:
-        """Return what Redis answers, or None if it fails or gets no calls now."""
+        """Return the answer of Redis to a call, or None if it fails or gets no calls now."""
         token = self._server.enter(self._patience_s)
         if token is None:
             return None
@@ -175,10 +176,10 @@ class RedisStore:
         return answer
 
     def _change(self, call: Callable[[], _Result], *, is_large: bool = False) -> _Result | None:
-        """Return what Redis answers to a change, or None if it fails or gets no such calls now.
+        """Return the answer of Redis to a change, or None if it fails or gets no changes now.
 
-        A large change, by the client for writing, may take longer. If it takes too long even so,
-        that is no sign that Redis is gone, because Redis has answered a question just before.
+        A large change goes through the client for writing, and may take `_WRITE_S`. If it times
+        out, Redis only gets no changes for a while: it has just answered `has`, so it is not gone.
         """
         client = self._writing if is_large else self._reading
         limit_s = _WRITE_S if is_large else self._patience_s
@@ -206,7 +207,7 @@ class RedisStore:
 
 
 def _connect(address: RemoteAddress, timeout_s: float) -> redis.Redis:
-    """Return a client that connects when it is first used, and does not repeat what failed."""
+    """Return a client that connects when it is first used, and does not retry failed commands."""
     return redis.Redis.from_url(
         address.url,
         protocol=2,  # which every version of Redis and its relatives understand
@@ -218,10 +219,10 @@ def _connect(address: RemoteAddress, timeout_s: float) -> redis.Redis:
 
 
 def _wait(client: redis.Redis, call: Callable[[], _Result], timeout_s: float) -> _Result:
-    """Return the result of a call of a client, which runs in a thread of its own.
+    """Return the result of `call`, which uses the client, and runs in a thread of its own.
 
-    Raise `TimeoutError` if it takes too long. Then all connections of the client are closed, so
-    that the thread ends even if the server never stops sending.
+    Raise `TimeoutError` if the call takes too long. Then all connections of the client are closed,
+    so that the thread ends even if the server never stops sending.
     """
     future: Future[_Result] = Future()
 
@@ -235,7 +236,7 @@ def _wait(client: redis.Redis, call: Callable[[], _Result], timeout_s: float) ->
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        with suppress(Exception):  # its threads may be closing the same connections
+        with suppress(Exception):  # other threads may be closing the same connections
             client.connection_pool.disconnect()
         raise
 
@@ -246,14 +247,14 @@ def _unpack(name: str, value: bytes) -> bytearray | None:
 
 
 def _explain(error: Exception) -> str:
-    """Return why a call failed, in words that repeat nothing of an address or an answer."""
+    """Return why a call failed, in words that repeat no part of an address or an answer."""
     for kinds, reason in _REASONS:
         if isinstance(error, kinds):
             return reason
     return f"it does not answer as a Redis does ({type(error).__name__})"
 
 
-# The first that fits counts, so subclasses stand before their bases.
+# The first entry that fits is used, so subclasses stand before their bases.
 _REASONS: tuple[tuple[tuple[type[Exception], ...], str], ...] = (
     (
         (errors.AuthenticationError, errors.AuthorizationError),

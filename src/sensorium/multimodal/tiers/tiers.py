@@ -1,19 +1,20 @@
 """Keeps processed media and encoder outputs in stores that outlive the process.
 
 A media item has up to three entries, because its parts are needed at different places:
-  layout   the text in a prompt, the small tensors and all whole numbers, on which positions depend
-  tensors  the large tensors of fractions, such as pixels, which only an encoder needs
-  encoded  what the encoder of one model made of them
+  layout   the text in a prompt, and the tensors on which positions depend: small or of integers
+  tensors  the large floating-point tensors, such as pixels, which only an encoder needs
+  encoded  the output of one model's encoder for the item
 
 An item with `encoded` needs no encoder and no large tensors. So the frontend looks for that first,
-and the core gets an item with its encoder output (`types.multimodal.ENCODED`). All are named by the
-hash of the item, which depends on its source, its options, the model's revision and the salt. The
-names of `layout` and `tensors` also depend on what processes the item and what it is checked for:
-limits that are stricter after a restart also hold for known items. The name of `encoded` depends on
-the weights and their type.
+and the core gets an item with its encoder output (`types.multimodal.ENCODED`). All entries are
+named by the hash of the item, which depends on its source, its options, the model's revision and
+the salt. The names of `layout` and `tensors` also depend on the processing options and the limits:
+if a server has stricter limits after a restart, they also hold for known items. The name of
+`encoded` also depends on the weights and their dtype.
 
-Stores are asked in their order, the fastest first. What a later one has is copied to those before.
-An invalid entry is removed and counted as damaged, and its item counts as absent.
+Stores are searched in their order, the fastest first. An entry that is found in a later store is
+copied to the earlier ones. An invalid entry is removed and counted as damaged, and its item counts
+as absent.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ from sensorium.types.multimodal import (
 from sensorium.utils.lru import LruCache
 
 logger = logging.getLogger(__name__)
-_SMALL_BYTES = 2**16  # a tensor of fractions up to this size is kept with the layout
-_TOUCH_S = 600.0  # an item that is used again and again is marked once in this time
-_MAX_TOUCHED = 2**16  # items with a last mark that is remembered
-_MARK_BYTES = 2**10  # memory that a mark counts as while it waits, so that a slow store has few
+_SMALL_BYTES = 2**16  # a floating-point tensor up to this size is kept with the layout
+_TOUCH_S = 600.0  # an item that is used again and again is marked as used once in this time
+_MAX_TOUCHED = 2**16  # items with a time of their last mark
+_MARK_BYTES = 2**10  # memory that a waiting mark counts as, so that few wait for a slow store
 _VERSION = 2  # of the content of entries
 _MAX_LAYOUT_BYTES = 2**26  # of an entry with a layout: a text, and numbers for each patch
 # Entries are kept for hashes of content, and for windows of audio that has one.
@@ -61,9 +62,9 @@ _HASH = re.compile(r"[0-9a-f]{64}(@[0-9]+)?")
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The head of an entry: what its tensors are, and for a layout, which others belong to it."""
+    """The description of an entry's tensors, and in a `layout` entry also of the item."""
 
-    tensors: bytes  # the header of the block that follows
+    tensors: bytes  # the header of the block that follows (`item_codec`)
     modality: str = ""
     layout: ItemLayout | None = None
     order: tuple[str, ...] = ()  # the names of all tensors of the item, also of large ones
@@ -76,8 +77,8 @@ _decoder = msgspec.msgpack.Decoder(_Head)
 class MediaTiers:
     """The stores behind the caches of one model, for several threads, with a thread that writes.
 
-    `model` and `processing` name all that entries depend on. `width` is how many numbers an
-    embedding has, or None if that is not known.
+    `model` and `processing` are texts with all that encoder outputs and other entries depend on in
+    addition to their hash. `width` is that of an embedding, or None if it is not known yet.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class MediaTiers:
         takes_encoded: bool,
         check: Callable[[ProcessedItem], None] = lambda _: None,
     ) -> ProcessedItem | None:
-        """Return a processed item, or None if no store has all that it needs.
+        """Return a processed item, or None if the stores lack one of the entries that it needs.
 
-        With `takes_encoded` the item may have its encoder output instead of its large tensors. If
+        With `takes_encoded` the item may have its encoder output in place of its large tensors. If
         `check` raises a `RequestError` for an item, its entries are removed as damaged.
         """
         item = self._load_parts(mm_hash, takes_encoded=takes_encoded)
@@ -138,7 +139,8 @@ class MediaTiers:
     def load_encoded(self, mm_hash: str, num_embeds: int) -> torch.Tensor | None:
         """Return the encoder output [num_embeds, width] of an item, or None if no store has it.
 
-        One that the model's encoder can't have made is removed, so that a new one can be kept.
+        An output that the model's encoder can't have made is removed, so that a new one can be
+        kept.
         """
         found = self._load(mm_hash, self._encoded)
         if found is None:
@@ -175,11 +177,11 @@ class MediaTiers:
         open_tensors: Callable[[], AbstractContextManager[MultiModalKwargsItem | None]],
         num_bytes: int,
     ) -> None:
-        """Keep a processed item, in the thread that writes.
+        """Write a processed item to the stores, in the thread that writes.
 
         That thread calls `open_tensors`, which gives the tensors, or None if they are gone.
-        `num_bytes` is the memory that they occupy only because they wait. Items without a layout
-        are not kept, nor embeddings that a client sent.
+        `num_bytes` is the memory that stays in use only until the item is written. Items without a
+        layout are not written, nor embeddings that a client sent.
         """
         mm_hash, modality, layout = item.mm_hash, item.modality, item.layout
         if not _HASH.fullmatch(mm_hash):
@@ -211,10 +213,10 @@ class MediaTiers:
         self._put(_name(mm_hash, self._layout), layout_entry)
 
     def save_encoded(self, mm_hash: str, encoded: torch.Tensor) -> None:
-        """Keep an encoder output, which nothing may change from now on, in the thread that writes.
+        """Write an encoder output to the stores, in the thread that writes; it must not change.
 
-        On a GPU it is copied once the device has computed it; neither host nor device waits for
-        that.
+        An output on a GPU is copied once the device has computed it. Neither the calling thread
+        nor the device waits for that.
         """
         if not _HASH.fullmatch(mm_hash):
             return
@@ -230,14 +232,14 @@ class MediaTiers:
             if not all(store.has(name) for store in self._stores):
                 self._put(name, _encode({ENCODED: _copy_to_host(encoded, is_ready)}))
 
-        # What waits on a device takes memory that the engine has planned for other things.
+        # An output that waits on a device takes memory that the engine has planned for other uses.
         self.writer.submit(write, encoded.nbytes * (8 if encoded.is_cuda else 1))
 
     def statistics(self) -> dict[str, StoreStatistics]:
         return {store.level: store.statistics() for store in self._stores}
 
     def close(self) -> None:
-        """Write what waits, within some seconds, and close the stores."""
+        """Write the entries that wait, within some seconds, and close the stores."""
         self.writer.close()
         for store in self._stores:
             store.close()
@@ -257,7 +259,7 @@ class MediaTiers:
                 continue
             entry = _decode(content)
             if entry is None:
-                # Else it would be in the way of one that can be read.
+                # Removed, because `put` would not replace it by an entry that can be read.
                 store.remove(name, is_damaged=True)
                 continue
             for earlier in self._stores[:index]:
@@ -274,7 +276,7 @@ def _make_item(mm_hash: str, head: _Head, tensors: MultiModalKwargsItem) -> Proc
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Return True for tensors that stay with an encoder output: whole numbers, and small ones."""
+    """Return True for tensors that stay with an encoder output: of integers, or small ones."""
     return tensor.nbytes <= _SMALL_BYTES or not tensor.is_floating_point()
 
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
-_MAX_WAITING_BYTES = 2**28  # of entries that are not written yet; more are not kept
+_MAX_WAITING_BYTES = 2**28  # of entries that are not written yet; further ones are dropped
 _CLOSE_S = 10.0  # how long the end of a process waits for entries to be written
 
 
@@ -28,7 +28,7 @@ class BackgroundWriter:
         self._is_closed = False
 
     def submit(self, job: Callable[[], object], num_bytes: int) -> None:
-        """Run a job that holds this much memory in the thread, or drop it if too much waits."""
+        """Run a job, which holds `num_bytes` of memory, in the thread, or drop it at the limit."""
         with self._lock:
             is_full = self._num_waiting_bytes + num_bytes > self._max_waiting_bytes
             if self._is_closed or (is_full and self._num_waiting_bytes):
@@ -50,7 +50,7 @@ class BackgroundWriter:
         return done.wait(timeout_s)
 
     def close(self) -> None:
-        """Finish what waits, within some seconds, and end the thread."""
+        """Run the jobs that wait, within some seconds, and end the thread."""
         with self._lock:
             self._is_closed = True
             thread = self._thread

@@ -1,4 +1,4 @@
-"""The values that readers of answers take and return, and the buffer that collects their parts."""
+"""The types that answer readers take and return, and the buffer in which they collect deltas."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ Format = TypeVar("Format", CallFormat, ReasoningFormat)
 class AnswerFormat:
     """The formats in which a model writes reasoning and tool calls in its answers.
 
-    Without a format of tool calls none are read, unless the request requires one: the model is then
-    made to write it in the Hermes format.
+    Without a format of tool calls, calls are read only if the request requires one: a grammar then
+    makes the model write the call in the Hermes format.
     """
 
     calls: CallFormat | None = None

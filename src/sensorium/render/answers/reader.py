@@ -29,7 +29,7 @@ _MAX_CALLS = 2**20
 
 
 class ReaderState(Struct, kw_only=True):
-    """The state of an `AnswerReader` between two pieces of text, from which another continues."""
+    """The state between two pieces of text, from which another `AnswerReader` can continue."""
 
     section: Literal["reasoning", "content", "call"] = "content"
     space: Annotated[str, Meta(max_length=_MAX_SPACE)] = ""  # whitespace that is held back
@@ -38,8 +38,8 @@ class ReaderState(Struct, kw_only=True):
     is_at_start: bool = True  # nothing but whitespace and reasoning has come
     has_content: bool = False
     num_calls: Annotated[int, Meta(ge=0, le=_MAX_CALLS)] = 0
-    # The reader of the call that is being read. In a state that came from outside it is plain data,
-    # because its type depends on the format.
+    # The reader of the call that is being read. In a state from a client it is plain data, because
+    # its type depends on the format.
     call: Any = None
 
 

@@ -1,7 +1,7 @@
 """The common parts of answer formats: vocabularies, readers of JSON, and parts of grammars.
 
-A `CallReader` takes one character at a time, so that an answer is read the same however it is cut.
-Its fields are its whole state, as plain data of bounded size.
+A `CallReader` takes one character at a time, so that it does not matter how an answer is cut into
+pieces. Its fields are its whole state, as plain data of bounded size.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ReasoningFormat:
     """A format in which some models mark their reasoning, with a tag before and one after it."""
 
     name: str  # on the command line, as in vLLM
-    rank: int = 1  # as for calls
+    rank: int = 1  # as in `CallFormat`
     open: str
     close: str
     # Whether a model with this vocabulary and chat template writes such reasoning.

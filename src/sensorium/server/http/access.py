@@ -1,16 +1,18 @@
 """Checks API keys, and refuses requests that a web page of another origin makes a browser send.
 
 A browser on the server's machine or in its network can reach the server, and any web page can make
-the browser send requests. The headers of such a request show it, and pages can't change them:
+the browser send requests. The headers of a request show where it comes from, and pages can't change
+them:
 
   1. `Host` is the name that the page used. A foreign name that leads to this server is an attack
-     (DNS rebinding). A server that listens on this machine alone has few names of its own, so
-     other names are refused. Any other server accepts every name, unless options list its names.
+     (DNS rebinding). A server that listens on this machine alone has few names, so all other names
+     are refused. Any other server accepts every name, unless options list its names.
   2. `Sec-Fetch-Site` shows whether the page has the origin of this server; browsers that don't send
      it send `Origin`. Requests from pages of other origins are refused, even of the same site.
      Following a link to this server is allowed.
-  3. A body needs a content type. A page of another origin may send bodies of a few types, or of
-     none, without permission. Only the routes for speech take one of these types, forms.
+  3. A body needs a content type. Without asking for permission (CORS), a page of another origin may
+     send bodies of a few types, or without a type. Of these types only forms are accepted, by the
+     routes for speech.
 
 A request with neither `Sec-Fetch-Site` nor `Origin` is assumed not to come from a web page. The
 same checks apply to every route, with or without an API key, and to upgrades to WebSockets.
@@ -52,7 +54,7 @@ class OriginPolicy:
         self._origins = frozenset(origin.rstrip("/").lower() for origin in allowed_origins)
 
     def check(self, scope: Scope) -> None:
-        """Raise an `ApiError` if a foreign page may have sent this, or its host is not allowed."""
+        """Raise an `ApiError` if a foreign page may have sent a request, or its host is refused."""
         headers = Headers(scope=scope)
         for host in headers.getlist("host"):
             self._check_host(host)
@@ -122,7 +124,7 @@ def _check_content_type(headers: Headers) -> None:
 
 
 def _is_visit(scope: Scope, headers: Headers) -> bool:
-    """Return whether a browser sent this to show the response as a page, as for a link."""
+    """Return whether a browser sent a request to show a page, as after a click on a link."""
     is_page = headers.get("sec-fetch-dest", "document") == "document"
     is_navigation = headers.get("sec-fetch-mode") == "navigate"
     return scope["type"] == "http" and scope["method"] in _VISITS and is_navigation and is_page
@@ -159,8 +161,8 @@ class Authentication:
 
     A few paths, such as `/health`, need no key. Clients with different keys don't share the uuids
     of media items: unless `shares_uuids`, a digest of the key becomes the `uuid_scope` of the
-    request's state. A page in a browser can't set headers of a WebSocket. It may offer the key as a
-    subprotocol instead, as OpenAI's clients do.
+    request's state. A page in a browser can't set headers of a WebSocket, so it may offer the key
+    as a subprotocol, as OpenAI's clients do.
     """
 
     def __init__(

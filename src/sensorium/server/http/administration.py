@@ -57,7 +57,7 @@ async def get_metrics(_: Request, context: Context) -> Response:
 
 
 def make_reset(level: str) -> Handler:
-    """Return the handler that empties a cache, but for the entries that running requests use."""
+    """Return a handler that empties a cache ("mm", "encoder", "prefix"), except entries in use."""
 
     async def reset_cache(_: Request, context: Context) -> Response:
         await context.engine.reset_cache(level)

@@ -59,7 +59,7 @@ def make_app(
     """Return the ASGI application that serves this engine over HTTP.
 
     `count` and `sessions` count the requests and the live sessions of all frontends; without them
-    this frontend is the only one. `Context` explains the others.
+    this frontend is the only one. `Context` explains the other arguments.
     """
     count = RequestCount([0.0]) if count is None else count
     sessions = RequestCount([0.0]) if sessions is None else sessions

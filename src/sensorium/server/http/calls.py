@@ -1,8 +1,8 @@
 """Reads the HTTP requests of clients, and runs the prompts of those that generate text.
 
-Every handler of a request with a body begins with `read_call`. A `Call` is one client's request
-that generates text. It may have several prompts, and each of them is a request of the engine with a
-clock of its own.
+Every handler of a request with a JSON or msgpack body begins with `read_call`. A `Call` is one
+client's request that generates text. It may have several prompts, and each of them is a request of
+the engine, measured by a `RequestClock` of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from sensorium.types.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 TRACE_HEADER = "x-sensorium-trace"
-_MAX_WAITING = 8  # deltas of one prompt that were not taken yet
+_MAX_WAITING = 8  # deltas of one prompt in the queue of `Call._merge`
 _PROMPT_FIELDS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -59,7 +59,7 @@ _PROMPT_FIELDS = (
 
 
 class WireRequest(Protocol):
-    """A request body, which has the name of the model or `None`."""
+    """A request body, with the model's name or `None`."""
 
     @property
     def model(self) -> str | None: ...
@@ -85,7 +85,7 @@ class Transcriber(Protocol):
         request_id: str,
         cache_salt: str | None = None,
     ) -> AsyncGenerator[Segment | Transcript, None]:
-        """Return a generator of the segments as they become final, and of the transcript at last.
+        """Return a generator of segments as they become final, and then of the whole transcript.
 
         `media` is an audio or video file. Closing the generator aborts the work.
         """
@@ -111,7 +111,7 @@ class Context:
     options: ServeOptions
     metrics: FrontendMetrics
     failures: FailureLog
-    bodies: BodyIntake  # receives the bodies of all requests but uploads
+    bodies: BodyIntake  # receives the bodies of all requests except uploads
     uploads: BodyIntake
     started: int  # seconds since 1970
     transcriber: Transcriber | None = None  # `None`: the model does not transcribe
@@ -143,7 +143,8 @@ async def read_call(
     """Receive a request's body and check it; return it as `kind`, with the result of `prepare`.
 
     `prepare` gets the checked request. It may run in a thread, and may raise. `adapt` changes the
-    decoded body before it is checked. Raise an `ApiError` or a `RequestError` if it is not valid.
+    decoded body before the check. `find_paths` returns the field names for errors of the engine.
+    Raise an `ApiError` or a `RequestError` if the body is not valid.
     """
 
     def parse(body: dict[str, Any]) -> tuple[_Request, _Prepared, str | None]:
@@ -175,8 +176,8 @@ async def start_call(
 ) -> Call[_Generating]:
     """Receive and check a request that generates text, and return a `Call` that is ready to run.
 
-    `n_path` is the field with the number of completions of each prompt. Raise an `ApiError` if that
-    is above the server's limit.
+    `n_path` is the field with the number of completions per prompt. Raise an `ApiError` if that
+    number is above the server's limit.
     """
 
     def prepare_checked(request: _Generating) -> Work:
@@ -224,7 +225,7 @@ class Call(Generic[_Generating]):
     model: str  # the model's name in the answer
     created: int  # seconds since 1970
     has_trace: bool
-    # The engine's requests for this call have this group in the core. No other requests have it.
+    # The id that the core uses to treat all requests of this call, and no others, as one group.
     group: str = field(default_factory=lambda: uuid.uuid4().hex)
     # index of a prompt that has ended -> its output, and of one that has begun -> its clock
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
@@ -335,7 +336,7 @@ def set_uuid_scope(
 ) -> Sequence[Prompt | Chat]:
     """Return the prompts with the scope in which the client's uuids of media items are valid.
 
-    The client's API key determines the scope. Without one all clients share their uuids.
+    The client's API key determines the scope. Without a key all clients share their uuids.
     """
     scope = http_request.scope["state"].get("uuid_scope")
     return prompts if scope is None else [_with_scope(prompt, scope) for prompt in prompts]

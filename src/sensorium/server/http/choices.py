@@ -54,7 +54,7 @@ def make_piece(
     """Return a `Piece` for a whole completion, or for a new part of one, from the engine.
 
     If `answer` is `None`, all of the text is content. A whole completion without a finish reason
-    was ended together with the others of its prompt, so it gets "abort".
+    was ended together with the other completions of its prompt, so it gets "abort".
     """
     default = "abort" if isinstance(entry, CompletionOutput) else None
     reason = entry.finish_reason
@@ -80,7 +80,7 @@ def make_completion_choice(
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET,
     prompt_token_ids: TokenIds | UnsetType = UNSET,
 ) -> CompletionChoice:
-    """Return one choice of a response of `/v1/completions`, or of a chunk of one.
+    """Return one choice for a response of `/v1/completions`, or for a chunk of its stream.
 
     `echo` is the prompt's text if the request asked for it. `logprobs`, if given, cover prompt and
     completion, and replace those of the piece.
@@ -100,7 +100,7 @@ def make_completion_choice(
 def make_logprobs(
     token_ids: Sequence[int], entries: Sequence[Mapping[int, Logprob]] | None, *, num_top: int
 ) -> ChatLogprobs | None:
-    """Return the log-probabilities of generated tokens in the form of chats, or `None` for `None`.
+    """Return log-probabilities of tokens in the form of chats; `None` if `entries` is `None`.
 
     Each of `entries` maps token ids to log-probabilities; the `num_top` likeliest are also listed.
     """
@@ -143,7 +143,7 @@ def make_completion_logprobs(
 
 
 def _make_top(entry: TokenLogprob) -> dict[str, float]:
-    """Return token text -> log-probability; of tokens with the same text, that of the likeliest."""
+    """Return a map of token texts to log-probabilities; of equal texts, the likeliest is used."""
     top: dict[str, float] = {}
     for other in entry.top_logprobs:
         top.setdefault(other.token, other.logprob)
@@ -152,7 +152,7 @@ def _make_top(entry: TokenLogprob) -> dict[str, float]:
 
 
 def count_characters(logprobs: ChatLogprobs | None) -> int:
-    """Return how many characters these tokens have; the next `text_offset` is larger by that."""
+    """Return the number of characters in these tokens, which is added to the next `text_offset`."""
     return 0 if logprobs is None else sum(len(entry.token) for entry in logprobs.content)
 
 

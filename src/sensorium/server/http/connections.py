@@ -1,4 +1,4 @@
-"""Runs the work for a client: it ends when the client leaves, and does not block the event loop."""
+"""Runs work for clients without blocking the event loop, and cancels it if the client leaves."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 async def measure_loop_lag(observe: Callable[[float], None]) -> None:
-    """Pass to `observe` the seconds by which the event loop is late, until this is cancelled."""
+    """Pass the event loop's lag in seconds to `observe` 20 times a second, until cancelled."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(_LAG_INTERVAL_S)

@@ -3,7 +3,7 @@
 An error of the engine names a field by the engine's own name: `multi_modal_data.image[1]` is the
 second image of a prompt. `WirePaths` translates that to the field of the client's request, which
 depends on the route and on the way in which the client asked for structured output. Fields of a
-conversation have the same names in both.
+conversation have the same names in the engine and in the request.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class WirePaths:
     def find(self, path: FieldPath) -> FieldPath:
         """Return the path in the client's request for the path in an error of the engine.
 
-        An empty path stands for the model's input. A field with the same name in both is unchanged.
+        An empty path stands for the model's input. A path without a translation is returned
+        unchanged.
         """
         if not path:
             return self.input
@@ -93,7 +94,7 @@ class WirePaths:
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An exception that holds the error response for the client; others are turned into it."""
+    """An exception with the error response for the client; other exceptions are converted to it."""
 
     message: str
     _: KW_ONLY
@@ -134,7 +135,7 @@ class ClientGoneError(Exception):
 
 
 def _make_api_error(error: Exception, paths: WirePaths | None) -> ApiError:
-    """Return the error for the client; `paths` is `None` as long as the body was not read."""
+    """Return the error for the client; `paths` is `None` until the request's body was read."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, CapacityError):

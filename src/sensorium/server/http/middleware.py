@@ -71,13 +71,13 @@ class RequestTracking:
 
 
 def _get_method(scope: Scope) -> str:
-    """Return the method for the metrics. A WebSocket begins with GET."""
+    """Return the method for the metrics: "other" if it is unknown, and GET for a WebSocket."""
     method: str = scope.get("method", "GET")
     return method if method in _METHODS else "other"
 
 
 def choose_request_id(scope: Scope) -> str:
-    """Return the client's id of a request if it is short and printable, else a random one."""
+    """Return the request id that the client sent if it is short and printable, or a random one."""
     given = Headers(scope=scope).get(HEADER, "")
     return given if _is_sane(given) else uuid.uuid4().hex
 
@@ -128,8 +128,8 @@ class ErrorBoundary:
 class RequestCount:
     """The number of requests that all frontends of a server serve at present.
 
-    `numbers` has one for each frontend, in memory that they share. Each changes only its own, at
-    `index`. A limit for each frontend would not do, because connections are spread unevenly.
+    `numbers` has one entry per frontend, in shared memory; each frontend changes only its own, at
+    `index`. The limit is for the sum, because connections are spread unevenly over frontends.
     """
 
     def __init__(self, numbers: MutableSequence[float] | memoryview[float], index: int = 0) -> None:
@@ -143,7 +143,8 @@ class RequestCount:
     def total(self) -> int:
         """Return the number of requests of all frontends.
 
-        Others may change theirs meanwhile, so together they may admit a few more than a limit.
+        Other frontends may change their numbers meanwhile, so all together may slightly exceed a
+        limit.
         """
         return int(sum(self._numbers))
 
@@ -154,7 +155,7 @@ class Admission:
     A request counts from its handler's call of `request.state.admit()` until its end. If all
     frontends together serve `limit` requests, that call raises an `ApiError` with the status 429.
     All requests must run on one event loop. A WebSocket to `SESSION_PATH` counts from its start,
-    and is refused in the same way, also if there are `session_limit` of them.
+    and is refused in the same way, also if there are already `session_limit` of them.
     """
 
     def __init__(

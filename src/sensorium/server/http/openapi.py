@@ -60,7 +60,7 @@ class Route:
     answers_text: bool = False  # the answer may also be plain text
     answers_msgpack: bool = False
     needs_engine: bool = False  # a server that only renders refuses it
-    is_upgrade: bool = False  # the answer is a WebSocket, which OpenAPI has no words for
+    is_upgrade: bool = False  # the answer is a WebSocket, which OpenAPI can't describe
     queries: tuple[str, ...] = ()  # the parameters in the address
     is_counted: bool = False  # it counts among the requests that are served at once
     name: str = ""  # of the operation; by default it is made from the handler and the path

@@ -150,7 +150,7 @@ COUNTED_PATHS = frozenset(route.path for route in ROUTES if route.is_counted)
 
 
 class _AppRoute(StarletteRoute):
-    """A Starlette route of its own methods only, which middleware finds as `scope["route"]`."""
+    """A Starlette route with exactly the given methods, which middleware finds in the scope."""
 
     def __init__(self, path: str, endpoint: Any, methods: Iterable[str]) -> None:
         super().__init__(path, endpoint)
@@ -162,7 +162,7 @@ class _AppRoute(StarletteRoute):
 
 
 def make_routes(context: Context) -> list[BaseRoute]:
-    """Return all routes; on a server that only renders, those that need an engine refuse."""
+    """Return all routes; if the server only renders, routes that need an engine refuse requests."""
     options = context.options
     is_render_only = options.is_render_only
     # A server that only renders has no caches of an engine, and no welcome page.

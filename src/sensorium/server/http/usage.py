@@ -14,7 +14,7 @@ _MAX_COUNT = 2**53 - 1  # the largest integer that every reader of JSON reads ex
 
 
 def make_usage(outputs: Sequence[RequestOutput]) -> Usage:
-    """Return the token counts of a response; a prompt counts once, whatever completions it has."""
+    """Return the token counts of a response; a prompt counts once for all its completions."""
     details = PromptTokensDetails(
         cached_tokens=sum(output.num_cached_tokens for output in outputs),
         image_tokens=_count_media(outputs, "image"),
@@ -38,7 +38,7 @@ def count_usage(
     *,
     details: PromptTokensDetails | None = None,
 ) -> Usage:
-    """Return the token counts of a response; `details` are `None` where they are not known."""
+    """Return the token counts of a response; `details` is `None` if they are not known."""
     return Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,

@@ -1,1 +1,1 @@
-"""The metrics of a server: each process writes its own, and any of them reads all."""
+"""The metrics of a server: each process writes its own, and can read those of all."""

@@ -1,11 +1,12 @@
 """Measures one HTTP request, from its arrival to its end, and makes its `sensorium_trace`.
 
 A request for several completions is one request: its latencies are counted once, with the times of
-the first completion in the core, and its completions one by one, each with its reason. Only
-requests that were answered have latencies: those with completions that all ended by themselves. A
+the first completion in the core, and its completions one by one, each with its reason. Latencies
+are recorded only for requests that were answered: all their completions ended by themselves. A
 transcript is one request, however many windows of its audio the engine was asked for.
 
-The trace is an object in the answer, on demand: its times, and the caches that served it.
+The trace is an object in the answer, on demand, with the request's times and the caches that served
+it.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class RequestClock:
         self._marked = now
 
     def on_tokens(self, index: int, num_tokens: int) -> None:
-        """Count new tokens of a completion, and measure the times to the first and between them."""
+        """Count new tokens of a completion, and measure TTFT and the time between tokens."""
         if not num_tokens:
             return
         now = self._clock()
@@ -96,7 +97,7 @@ class RequestClock:
             self._observe("vllm:time_to_first_token_seconds", first_s)
 
     def on_transcript(self, usage: SpeechUsage) -> None:
-        """Count the end of a transcript, unless it has already ended: one completion that stopped.
+        """Count the end of a transcript as one completion that stopped, unless it ended before.
 
         Its tokens are those of all windows. Times in the core are of single windows, so they don't
         count.
@@ -114,9 +115,10 @@ class RequestClock:
         self._observe_stages(self.stages)
 
     def on_end(self, reason: FinishReason) -> None:
-        """Count an end of the request without an output, unless it has already ended.
+        """Count the end of a request that has no final output, unless it has already ended.
 
-        The client has disconnected, or the engine is lost. Each completion has this reason.
+        This is for a client that has disconnected, and for a lost engine. Each completion gets
+        `reason`.
         """
         if self._end():
             return
@@ -178,7 +180,7 @@ class RequestClock:
 
 
 def _list_stages(output: RequestOutput, clock: RequestClock) -> list[Mapping[str, float]]:
-    """Return stage -> seconds: first of `clock`, then of the engine, then of each media item."""
+    """Return maps from stages to seconds: of `clock`, of the engine, and of each media item."""
     stages = dict(output.stages)
     if (times := output.times) is not None:
         if times.scheduled is not None:

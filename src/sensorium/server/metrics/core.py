@@ -38,7 +38,7 @@ class CoreMetrics:
         self._totals = Totals(metrics)
 
     def on_step(self, core: EngineCore, _outputs: Sequence[EngineCoreOutput] = ()) -> None:
-        """Write the tokens and the queues after a step, or after requests came or went."""
+        """Write the token counts and queue lengths after a step, or after requests came or went."""
         scheduler = core.scheduler
         total = scheduler.counters.num_scheduled_tokens
         if total > self._num_scheduled_tokens:

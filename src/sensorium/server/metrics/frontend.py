@@ -1,4 +1,4 @@
-"""The metrics of a frontend: HTTP requests, how they ended, and its side of the caches."""
+"""The metrics of a frontend: HTTP requests, how they ended, and the counts of its caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IN_FLIGHT = "sensorium:http_requests_in_flight"
 
 
 class FrontendMetrics:
-    """A writer of one frontend's metrics and a reader of all, to be used on the event loop only."""
+    """A writer of one frontend's metrics and reader of all processes', for the event loop only."""
 
     def __init__(self, model_name: str) -> None:
         self._metrics = MetricSet(model_name)
@@ -133,7 +133,7 @@ class FrontendMetrics:
     # ---- reading the metrics of all processes
 
     async def read_others(self) -> Sequence[bytes]:
-        """Return the counts of processes that don't write files on this machine: here none."""
+        """Return metrics of processes that write no files here: none, except in a cluster."""
         return ()
 
     def render(self, others: Sequence[bytes] = ()) -> tuple[bytes, str]:

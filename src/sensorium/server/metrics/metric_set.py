@@ -1,9 +1,9 @@
-"""Every series that the server exposes, and the set of them that one process writes.
+"""The table of all series that the server exposes, and `MetricSet`, to write them.
 
-Names that begin with `vllm:` are those that dashboards of this field query, with the meaning and
-the units that they have there. `docs/metrics.md` explains which process writes each of them, and
-when. All gauges are sums over the processes that live. Each process has all series of the table, so
-none is ever missing; a series that a process doesn't write stays 0 there.
+Names that begin with `vllm:` are those that dashboards for vLLM query, with the same meaning and
+units. `docs/metrics.md` explains which process writes each of them, and when. All gauges are sums
+over the processes that live. Each process has all series of the table, so none is ever missing; a
+series that a process doesn't write stays 0 in that process.
 """
 
 from __future__ import annotations
@@ -361,8 +361,8 @@ ALIASES = {
 class MetricSet:
     """All metrics of `DEFINITIONS`, as one process writes them.
 
-    Values are stored in the files that `shared_files.write_as` has chosen; without that call in
-    this process only, which is enough for a test.
+    Values are stored in the files that `shared_files.write_as` has chosen; without that call they
+    stay in this process, which is enough for a test.
     """
 
     def __init__(self, model_name: str) -> None:

@@ -18,8 +18,8 @@ _WAITING = "sensorium:realtime_waiting_seconds"
 class SessionClock:
     """A stopwatch of one live session that writes to the metrics.
 
-    Each item of a session is a request in the metrics of requests, from its commit to its end. One
-    that fails before its commit is a request of no length.
+    Each item of a session is a request in the metrics of requests, from its commit to its end. An
+    item that fails before its commit counts as a request of no length.
     """
 
     def __init__(self, metrics: MetricSet, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,7 +42,7 @@ class SessionClock:
         self._metrics.counter("sensorium:realtime_audio_seconds_total").inc(seconds)
 
     def on_chunk(self, seconds: float) -> None:
-        """Record how long it took until a chunk of audio was taken."""
+        """Record how many seconds it took until the session had accepted a chunk of audio."""
         self._observe("sensorium:realtime_chunk_seconds", seconds)
 
     def set_waiting(self, seconds: float) -> None:

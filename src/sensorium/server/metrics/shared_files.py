@@ -1,12 +1,13 @@
-"""The files in which all processes of a server write their metrics, and any of them reads all.
+"""The files in which a server's processes write their metrics, and from which any reads all.
 
 `prometheus_client` writes memory-mapped files in a directory. If the disk is full, the first access
 to a page that has no block ends the process with SIGBUS. So the files here are links to anonymous
 memory (`memfd_create`), which is reserved when it is made, has no name and needs no disk. The links
-lead through `/proc/PID/fd` of the parent, so that the others inherit nothing.
+lead through `/proc/PID/fd` of the parent, so that the children inherit no descriptors.
 
 A writer's files outlive it: the next process with its name continues with their numbers. Counters
-of dead processes stay. Their gauges are 0 as soon as the parent has seen their end.
+of dead processes stay. The parent sets the gauges of a dead process to 0 as soon as it has seen the
+end.
 
 The parent logs a line every few seconds while there is something to do, with the rates since the
 last line.
@@ -83,7 +84,7 @@ def use_directory(directory: Path, *, writer: str) -> None:
 def write_as(writer: str) -> None:
     """Make this process write its metrics to the files of `writer`, if it inherited a directory.
 
-    Otherwise they stay in its memory. Metrics that already exist do not move.
+    Otherwise the metrics stay in this process's memory. Metrics that already exist do not move.
     """
     if get_directory() is not None:
         values.ValueClass = values.MultiProcessValue(lambda: writer)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Prometheus counters that follow totals that other code counts."""
+"""Copies totals that other code counts into Prometheus counters."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 class Totals:
-    """A set of Prometheus counters, each increased by what a total has grown by."""
+    """A set of Prometheus counters, each increased by the growth of a total."""
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
         self._seen: dict[tuple[str, ...], int] = {}  # name and labels -> total at the last call
 
     def follow(self, name: str, total: int, *label_values: str, is_foreign: bool = False) -> None:
-        """Increase a counter by what `total` has grown by since the last call.
+        """Increase a counter by the growth of `total` since the last call.
 
-        The first call adds all of it. With `is_foreign` it adds nothing, because earlier processes
-        have counted that part and have written it to their metrics.
+        The first call adds the whole total. With `is_foreign` the first call adds nothing, because
+        earlier processes have counted that part and have written it to their metrics.
         """
         key = (name, *label_values)
         seen = self._seen.get(key, total if is_foreign else 0)
@@ -41,7 +41,7 @@ class Totals:
         self.follow("sensorium:cache_hits_total", statistics.num_hits, level)
 
     def follow_tiers(self, tiers: MediaTiers, *, with_contents: bool) -> None:
-        """Write the counts of this process's tiers; one process writes the shared contents."""
+        """Write the counts of this process's tiers; only one process writes the shared contents."""
         for level, statistics in tiers.statistics().items():
             self.follow_look_ups(level, statistics)
             self.follow("sensorium:cache_evictions_total", statistics.num_evictions, level)

@@ -93,7 +93,7 @@ class CoreResumed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """A message to a frontend to finish its requests in flight, accept no others, and end."""
+    """A message to a frontend to finish its requests in flight, accept no more, and end."""
 
 
 class CoreReady(msgspec.Struct, frozen=True, tag=True):
@@ -299,7 +299,7 @@ class Channel(Generic[Message]):
 
 
 def open_channel(decoder: msgspec.json.Decoder[Message]) -> Channel[Message]:
-    """Open the channel of the last command-line argument, and ignore signals from now on."""
+    """Open the channel on the descriptor in the last argument, and ignore signals from now on."""
     faulthandler.enable()
     # Terminals and service managers send these to all processes. The parent decides what follows.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -103,7 +103,7 @@ def _make_loop(start: StartCore, built: Core) -> CoreLoop:
 def _try_core(
     built: Core, loading: LoadingOptions, checkpoint: Checkpoint, options: ServeOptions
 ) -> Restrictions:
-    """Compare the engine with the original model, and return what it can't do with media.
+    """Compare the engine with the model in Transformers, and return its restrictions.
 
     Raise a `ModelError` if the model can't be used at all.
     """

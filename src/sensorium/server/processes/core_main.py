@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """A main loop that one thread runs and the parent's messages control from another one."""
+    """The core's main loop, run by one thread, and controlled by messages in another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -173,10 +173,10 @@ def _open_caches(media: MediaOptions, shm_fd: int | None) -> Caches:
 
 
 def _warm_up(engine: AsyncEngine) -> list[Dummy]:
-    """Prepare for the first requests, before the pool starts, so that this process is warm."""
+    """Warm up this process, which renders some requests itself, as the pool has not started."""
     report_step("warming up")
     dummies = warm_up(engine.renderer)
-    # The first check of each kind of request prepares for those after it.
+    # The first check of each type of request is slow, and makes the next ones fast.
     check({"messages": []}, ChatCompletionRequest)
     check({"prompt": ""}, CompletionRequest)
     return dummies
@@ -206,7 +206,7 @@ async def finish_warm_up(
 def _make_live_source(
     engine: AsyncEngine, speech: SpeechModel[Any] | None, transcriber: AsyncTranscriber | None
 ) -> LiveSource | None:
-    """Return what opens live sessions, or `None` if the model does not transcribe."""
+    """Return the source of live sessions, or `None` if the model does not transcribe."""
     if isinstance(speech, StreamedModel):
         return StreamSource(engine, speech)
     return None if transcriber is None else TurnSource(transcriber)
@@ -273,7 +273,7 @@ async def _serve(
     def on_started() -> None:
         report_serving()
         if media_parts.pool is not None:
-            media_parts.pool.start()  # if it was not; until it is ready, this process does its work
+            media_parts.pool.start()  # if not yet; until it is ready, this process does its work
 
     counts = SharedNumbers.attach(start.counts_fd).values
     speech = None if options.is_render_only else app.speech
@@ -315,13 +315,13 @@ async def _serve(
 
 
 async def _warm_up_first(start: StartFrontend, app: FrontendApp) -> None:
-    """Finish the warm-up, if it is wanted. Clients of a restarted frontend wait for no pool."""
+    """Finish the warm-up, if it is on; a restarted frontend does not wait for the pool."""
     if start.options.warmup:
         await finish_warm_up(app, has_core=app.info is None, waits_for_pool=not start.is_restart)
 
 
 async def _connect_first(messages: Messages, engine: AsyncEngine) -> bool:
-    """Connect the engine to the first core, or return False if `Drain` arrives before."""
+    """Connect the engine to the first core, or return False if `Drain` arrives first."""
     while True:
         message = await messages.get()
         if isinstance(message, Drain):
@@ -340,8 +340,8 @@ async def _obey(
 ) -> None:
     """Handle the messages of the parent while the HTTP server runs, until the task is cancelled.
 
-    After `Drain` the warm-up is cancelled, and the HTTP server accepts no new requests. Those that
-    are still in flight after `shutdown_timeout_s` seconds fail.
+    After `Drain` the warm-up is cancelled, and the HTTP server accepts no new requests. Requests
+    that are still in flight after `shutdown_timeout_s` seconds fail.
     """
     ends: list[asyncio.Task[None]] = []
     while True:

@@ -47,7 +47,7 @@ class Inbox:
         self._deliver: Callable[[ToFrontend], object] | None = None
 
     def add(self, message: ToFrontend) -> None:
-        """Pass a message to the function that was attached, or keep it; `Drain` is never kept."""
+        """Pass a message to the attached function. Without one, keep it, or exit at a `Drain`."""
         with self._lock:
             if self._deliver is not None:
                 self._deliver(message)

@@ -32,7 +32,7 @@ _MAX_DIRECTORY_LENGTH = 80
 _SHORT_DIRECTORY = "/tmp"
 _PAGE_BYTES = mmap.PAGESIZE
 _BEAT, _LONG_WORK = 0, 1  # places in the page, in units of 8 bytes
-# How many intervals the time between two checks by the parent counts as silence at most. If the
+# The time between two checks by the parent counts as this many intervals of silence at most. If the
 # parent itself was delayed, with the whole machine or container, it has not watched all that time.
 _MAX_GAP_LOOKS = 2
 _LOOKS_PER_LIMIT = 10
@@ -199,7 +199,7 @@ class SharedNumbers:
 
 
 class Pulse:
-    """The core's signs of life in shared memory, by which the parent notices that it hangs."""
+    """The core's signs of life in shared memory, by which the parent notices a core that hangs."""
 
     def __init__(self, numbers: SharedNumbers) -> None:
         self._numbers = numbers
@@ -268,7 +268,7 @@ class StallWatch:
     def look(self, now: float, sign: Sign) -> Verdict:
         """Return the verdict at the monotonic time `now`, with the core's last sign of life.
 
-        Before the first sign of life and during long work it is "moves".
+        Before the first sign of life and during long work the verdict is "moves".
         """
         gap_s = 0.0 if self._looked is None else min(now - self._looked, self._max_gap_s)
         self._looked = now

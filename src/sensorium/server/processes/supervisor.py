@@ -85,7 +85,7 @@ class Commands:
 
 @dataclass(slots=True, kw_only=True)
 class RestartPolicy:
-    """A rule for when a process that has ended is started again, and when that is given up.
+    """A rule for when an ended process is started again, and when the server gives up instead.
 
     The pause before a start doubles with each end of the process, up to `max_pause_s` seconds. The
     rule reads no clock, so that tests can pass any time.
@@ -296,7 +296,7 @@ class Supervisor:
 
         end = await self._follow(frontend, handle, forget)
         counts = self._shared.request_counts.values
-        counts[index] = counts[MAX_FRONTENDS + index] = 0.0  # they have ended with it
+        counts[index] = counts[MAX_FRONTENDS + index] = 0.0  # its requests have ended with it
         return end
 
     async def _spawn(

@@ -2,7 +2,7 @@
 
 A server opens sessions from a `LiveSource`, passes samples on in the order in which they arrive,
 and sends the events to its client in their order. Whether the model transcribes turn by turn, or
-token by token while audio is streaming, makes no difference to it.
+token by token while audio is streaming, makes no difference to the server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DELAYS_MS = {"minimal": 160, "low": 240, "medium": 480, "high": 960, "xhigh": 24
 class TurnDetection:
     """How turns are found: OpenAI's `server_vad`, with its defaults."""
 
-    threshold: float = 0.5  # a frame has a voice if it is at least so likely
+    threshold: float = 0.5  # the least likelihood of a voice in a frame
     prefix_padding_ms: int = 300  # of audio before the voice
     silence_duration_ms: int = 500  # after which a turn has ended
 
@@ -34,7 +34,7 @@ class TurnDetection:
 class LiveOptions:
     """What a client may choose about a live session."""
 
-    language: str | None = None  # a code such as "en" or a name such as "english"; None: found
+    language: str | None = None  # a code such as "en" or a name such as "english"; None: detected
     prompt: str = ""  # text that comes before the audio, with names or in the style that is wanted
     # How turns are found; `None`: the client commits.
     turn_detection: TurnDetection | None = field(default_factory=TurnDetection)
@@ -82,9 +82,9 @@ class Completed:
 
     item_id: str
     transcript: Transcript
-    audio_s: float  # of all audio since the item before: its own, and the silence between them
-    # That the transcription took, without the time for which it has waited. If the text came while
-    # the item was spoken, only the time since the end of its audio.
+    audio_s: float  # of all audio since the previous item: its own, and the silence between them
+    # Seconds that the transcription took, without waiting. If the text came while the item was
+    # spoken, only those since the end of its audio.
     work_s: float
 
 
@@ -105,7 +105,7 @@ class Cleared:
 class Flushed:
     """An event: all audio before a `flush` is transcribed, or has failed."""
 
-    audio_s: float  # of all audio since the start, or since the flush before
+    audio_s: float  # of all audio since the start, or since the previous flush
 
 
 LiveEvent = (
@@ -114,10 +114,10 @@ LiveEvent = (
 
 
 class LiveSession(Protocol):
-    """One client's audio, and the events with its text.
+    """A session of one client: it takes audio, and gives out events with the text.
 
     One task calls the methods, and another one reads the events. A method that takes audio waits
-    while too much of it is not transcribed yet, or too many events are not read.
+    while too much audio is not transcribed yet, or too many events are not read.
     """
 
     @property
@@ -126,7 +126,7 @@ class LiveSession(Protocol):
         ...
 
     def configure(self, options: LiveOptions) -> None:
-        """Change the options. A new way to detect turns drops what was not committed."""
+        """Change the options. Other options of turn detection drop the uncommitted audio."""
         ...
 
     async def append(self, samples: Samples) -> None:
@@ -153,7 +153,7 @@ class LiveSession(Protocol):
         ...
 
     async def settle(self) -> None:
-        """Wait until the reader has handled all events so far. No later answer overtakes them."""
+        """Wait until the reader has handled all events so far, to keep later answers after them."""
         ...
 
     async def close(self) -> None:
@@ -166,7 +166,7 @@ class LiveSource(Protocol):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether text comes while an item is still spoken, also without turn detection."""
+        """Return whether text comes while an item is spoken, even without turn detection."""
         ...
 
     def check(self, options: LiveOptions) -> None:

@@ -1,14 +1,14 @@
 """Divides streaming audio into turns, which are transcribed one by one.
 
 With turn detection a turn begins when a voice is detected, and ends when it has been silent for
-some time. Without it the caller ends each turn. Nothing here waits or reads a clock: time is
-counted in samples from the start of the session.
+some time. Without turn detection the caller ends each turn. Nothing here waits or reads a clock:
+time is counted in samples from the start of the session.
 
 Invariants:
   1. Turns do not overlap, and follow each other in time.
   2. With turn detection, the buffer holds the turn that has begun, or else the padding that the
      next turn may begin with. A turn is never longer than `MAX_TURN_S`.
-  3. Without it, the buffer holds at most `MAX_BUFFER_S` seconds.
+  3. Without turn detection, the buffer holds at most `MAX_BUFFER_S` seconds.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TurnEvent = TurnStarted | TurnEnded
 
 
 class AudioBufferError(RequestError):
-    """An error of a buffer that can't be committed or is full. `code` is OpenAI's if it has one."""
+    """The error of a buffer that can't be committed or is full; `code` is OpenAI's, if any."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class AudioBufferError(RequestError):
 
 
 class TurnBuffer:
-    """The audio of a session that was not committed yet, and where its turns are."""
+    """The uncommitted audio of a session, in which turns are detected."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TurnBuffer:
         self.configure(detection)
 
     def configure(self, detection: TurnDetection | None) -> None:
-        """Detect turns in another way. What was not committed is dropped."""
+        """Change the turn detection (`None`: off), and drop the uncommitted audio."""
         self._detection = detection
         self.clear()
 
@@ -95,7 +95,7 @@ class TurnBuffer:
         return len(self._bytes) // _SAMPLE_BYTES
 
     def clear(self) -> None:
-        """Drop what was not committed, and what the detector remembers."""
+        """Drop the uncommitted audio, and start a new detector."""
         self._drop_before(self.end)
         self._looked = self.end  # the detector has seen all before this sample
         self._detector = None if self._detection is None else self._make_detector()
@@ -128,15 +128,15 @@ class TurnBuffer:
         return events
 
     def skip(self, num_samples: int) -> None:
-        """Count samples of the session that are not kept here. The buffer is empty."""
+        """Count samples of the session that are not kept here. The buffer must be empty."""
         self._first += num_samples
         self._looked = self.end
 
     def take(self, *, is_last: bool = False) -> Samples:
-        """Remove and return the audio of the turn so far. The turn's end then has only the rest.
+        """Remove and return the audio of the turn so far. Its `TurnEnded` will have only the rest.
 
-        That rest may be of any length. Without `is_last`, what the detector has not looked at yet
-        is held back. With it, the turn ends.
+        That rest may be of any length. Without `is_last`, audio that the detector has not seen yet
+        is held back. With `is_last`, the turn ends.
         """
         if self._start is None:
             return np.zeros(0, np.float32)
@@ -164,7 +164,7 @@ class TurnBuffer:
         return turn
 
     def _follow(self, likely: float) -> Sequence[TurnEvent]:
-        """Return what happens at the frame that ends at `_looked`."""
+        """Return the events of the frame up to `_looked`; `likely` is its likelihood of a voice."""
         detection = self._detection
         if detection is None:
             return ()
@@ -193,7 +193,7 @@ class TurnBuffer:
         return ()
 
     def _get_silence(self) -> float:
-        """Return how likely a voice must be at least, so that it still counts."""
+        """Return the likelihood below which a voice that has begun counts as silent."""
         threshold = 0.0 if self._detection is None else self._detection.threshold
         return max(threshold - _HYSTERESIS, min(threshold, _LEAST))
 
@@ -211,7 +211,7 @@ class TurnBuffer:
         return (turn, TurnStarted(middle))
 
     def _cut(self, start: int, end: int) -> TurnEnded:
-        """Take a turn out of the buffer, with all that came before it."""
+        """Take a turn out of the buffer, and drop all audio before it."""
         turn = self._get(start, end)
         self._drop_before(end)
         return TurnEnded(start, end, turn)

@@ -1,4 +1,4 @@
-"""Finds how likely audio has a voice in it: Silero's network, computed with numpy.
+"""Finds how likely each frame of audio has a voice: Silero's network, computed with numpy.
 
 The package `silero-vad` has the weights. Its own code is not imported: that would set the number of
 torch's threads for the whole process. Its speed is in `docs/adr/0040-realtime.md`.
@@ -38,7 +38,7 @@ class VoiceDetector(Protocol):
 
 
 class SileroDetector:
-    """A detector with Silero's network, which remembers what it has seen of one stream."""
+    """A detector with Silero's network, which has a state for one stream of audio."""
 
     def __init__(self) -> None:
         self._weights = _load_weights()

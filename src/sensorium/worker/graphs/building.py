@@ -57,7 +57,7 @@ NO_GRAPHS = Graphs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphParts:
-    """The kernels and recorders that capture CUDA graphs; tests pass ones that need no GPU."""
+    """The kernels and recorders for CUDA graphs; tests pass stand-ins that need no GPU."""
 
     kernels: DecodeKernels
     recorder: Recorder  # of decode steps
@@ -176,8 +176,8 @@ def get_decode_sizes(max_num_seqs: int, chosen: Sequence[int] | None = None) -> 
 def get_token_sizes(max_num_tokens: int) -> tuple[int, ...]:
     """Return the token counts for which steps with prompts are captured, in ascending order.
 
-    They are so close that padding to the next one adds less than a quarter to a step of more than
-    256 tokens.
+    The counts are so close that padding to the next one adds less than a quarter to a step of more
+    than 256 tokens.
     """
     sizes = {16, 32, 64, 96}
     for first, last, step in ((128, 512, 64), (512, 2048, 128), (2048, max_num_tokens, 512)):
@@ -202,7 +202,7 @@ def _make_buffers(
 
 
 def _make_audios(hf_model: HfModel, max_batch: int) -> torch.Tensor | None:
-    """Return memory for the streaming audio of a step, if the model takes any."""
+    """Return memory for the streaming audio of a step, or None if the model takes none."""
     if not hf_model.kind.is_streaming:
         return None
     width = int(hf_model.text_config.hidden_size)

@@ -38,7 +38,7 @@ class DecodeInputs:
     # [B], nonzero for long requests. None if the model treats all lengths alike.
     is_long: torch.Tensor | None
     cross_lens: torch.Tensor | None  # [B], of media; None if the model has no cross-attention
-    # [B, hidden], and [B] in tokens. None if the model does not take streaming audio.
+    # Embeddings [B, hidden], delays [B] in tokens. None: the model takes no streaming audio.
     audios: torch.Tensor | None
     delays: torch.Tensor | None
     slots: tuple[torch.Tensor, ...]  # per group: [B], where new keys and values are stored
@@ -96,9 +96,9 @@ class DecodeBuffers:
     ) -> DecodeInputs:
         """Copy the rows of a step to the device, padded to `size` rows, and return their tensors.
 
-        `unread` are the tokens that the step before has chosen, and `audios` the embeddings of the
-        audio at their positions. For the same `size`, the tensors have the same addresses each
-        time, as a CUDA graph requires.
+        `unread` has the tokens that the previous step chose, if the host may not have read them,
+        and `audios` the audio's embedding for each row. For the same `size`, the tensors have the
+        same addresses each time, as a CUDA graph requires.
         """
         columns = get_decode_columns(rows, table, self._block_size)
         arrays = self._make_arrays(columns, table, size)

@@ -44,7 +44,7 @@ class DecodeKernels(Protocol):
         """Store the keys and values of one new token per request in the KV cache of a layer.
 
         Keys and values are [1, K, B, D], with K key heads of size D and B requests. `slots` [B] has
-        the index in the cache for each request. Those below 0 are padding, and are skipped.
+        the index in the cache for each request. Slots below 0 are padding, and are skipped.
         """
 
     def attend(
@@ -141,7 +141,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture a CUDA graph for each batch size, or none and return the reason if one fails."""
+        """Capture a CUDA graph for each batch size; if one fails, keep none and return why."""
         reason = capture_sizes(self._sizes, self._capture_size, what="graphs", use_tqdm=use_tqdm)
         if reason is not None:
             self._captured.clear()
@@ -173,7 +173,7 @@ class DecodeGraphs:
         return RequestTable(len(self._windows), self._cross_group)
 
     def find_size(self, rows: Sequence[Row]) -> int | None:
-        """Return the smallest size for a step in which all decode, or None if none fits."""
+        """Return the smallest batch size for a step in which all requests decode, or None."""
         return find_size(self._sizes, len(rows)) if all(map(is_decoding, rows)) else None
 
     def replay(
@@ -184,7 +184,7 @@ class DecodeGraphs:
         unread: torch.Tensor | None = None,
         audios: torch.Tensor | None = None,
     ) -> DecodeResult:
-        """Compute a step with the graph of `size` rows, from what `DecodeBuffers.fill` takes."""
+        """Compute a step with the graph of `size` rows; `DecodeBuffers.fill` has the arguments."""
         self._buffers.fill(rows, size, table, unread, audios)
         captured = self._captured[size]
         captured.recording.replay()

@@ -1,4 +1,4 @@
-"""Replays encoders as CUDA graphs, for media items of shapes that occur again.
+"""Replays encoders as CUDA graphs, for media items with shapes that recur.
 
 An encoder launches hundreds of kernels for one media item. On many machines the host needs more
 time to launch them than the device needs to compute them, so the device waits. A replay is one
@@ -6,9 +6,9 @@ launch. A graph serves one media item of one shape. Which shapes users send is n
 so an encoder is captured while the engine runs, when a shape has occurred a few times. A step with
 several items of a modality gives the device enough to do, and is never replayed.
 
-A captured encoder reads its numbers from fixed memory. Tensors of integers and bools, for example
-the grid of a picture, decide what an encoder computes, so a graph serves only equal ones. They and
-all that is derived from them on the host stay in the device's memory with the graph.
+A captured encoder reads its floating-point inputs from fixed memory. Integers and bools, like the
+grid of a picture, decide what an encoder computes, so a graph serves only items with equal ones.
+They, and all that is derived from them on the host, stay on the device with the graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Captured:
     copies: HostCopies  # holds tensors that the graph reads
 
     def replay(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the embeddings of a media item from the tensors that its encoder gets."""
+        """Return the embeddings of a media item from its encoder's inputs."""
         for name, tensor in inputs.items():
             if tensor.is_floating_point():
                 self.inputs[name].copy_(tensor)
@@ -63,7 +63,7 @@ class EncoderGraphs:
 
     There is one graph for each shape that occurred often. If there is no room for another one, the
     shape that occurred least gives up its graph, but only to one that occurred twice as often.
-    Otherwise graphs would be captured all the time if there are more shapes than room.
+    Otherwise graphs would be captured all the time when there are more shapes than room.
 
     A capture changes a setting of the whole process for a moment: every wait for the device is an
     error. So this may be used only in a process that does nothing else with the device.
@@ -73,7 +73,7 @@ class EncoderGraphs:
         self._hf_model = hf_model
         self._recorder = recorder
         self._captured: dict[Hashable, _Captured] = {}
-        # How often each shape has occurred, the latest one last. It has all captured ones.
+        # How often each shape has occurred, the latest one last; captured shapes are never missing.
         self._counts: OrderedDict[Hashable, int] = OrderedDict()
         self._num_counted = 0
         self._refused_keys: set[Hashable] = set()
@@ -96,7 +96,7 @@ class EncoderGraphs:
     def encode(
         self, modality: str, items: Sequence[MultiModalKwargsItem], num_embeds: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the embeddings of media items as `HfModel.encode` does, by a graph if one fits."""
+        """Return the embeddings of media items like `HfModel.encode`, with a graph if one fits."""
         hf_model = self._hf_model
         if len(items) > 1 or len(self._refusals.get(modality, ())) >= _NUM_REFUSALS:
             return hf_model.encode(modality, items, num_embeds)
@@ -143,7 +143,7 @@ class EncoderGraphs:
         hf_model = self._hf_model
         self._pool.begin()
         [expected] = hf_model.encode(modality, items, num_embeds)
-        # The caller handles NaN and infinity, which mean nothing for graphs.
+        # NaN and infinity can't be compared with a replay; the caller handles them.
         if not self._pool.has_room() or not bool(torch.isfinite(expected).all()):
             self._counts[key] = 0  # the next attempt comes as late as this one
             return expected
@@ -175,7 +175,7 @@ class EncoderGraphs:
         num_embeds: Sequence[int],
         output: torch.Tensor,
     ) -> _Captured:
-        """Capture a graph that encodes items like this one, or raise if the encoder waits."""
+        """Capture a graph that encodes items like this one; raise an error if the encoder waits."""
         hf_model = self._hf_model
         # A model may change its inputs, and those of the item are cached.
         item = {name: tensor.clone() for name, tensor in items[0].items()}
@@ -185,8 +185,8 @@ class EncoderGraphs:
             with _forbid_waiting(hf_model.device):
                 hf_model.run_encoder(modality, inputs, [item], num_embeds)
             copies.complete()
-            # Integers stay the same tensors, by which their copies on the host are found. The fixed
-            # memory of the others has no content yet, so a replay can't be right by chance.
+            # Tensors of integers are kept, because they are the keys of their host copies. The
+            # fixed memory of others has no content yet, so a replay can't be right by chance.
             fixed = {
                 name: torch.zeros_like(tensor) if tensor.is_floating_point() else tensor
                 for name, tensor in inputs.items()
@@ -200,7 +200,7 @@ class EncoderGraphs:
         return _Captured(recording=recording, inputs=fixed, output=output, copies=copies)
 
     def _refuse(self, key: Hashable, modality: str, reason: object) -> None:
-        """Note that a shape's encoder can't be captured; after a few, give up its modality."""
+        """Record that a shape can't be captured; after a few such shapes, give up the modality."""
         self._refused_keys.add(key)
         words = " ".join(str(reason).split())[:300]
         reasons = self._refusals.setdefault(modality, [])
@@ -283,7 +283,7 @@ class _PoolMemory:
     def has_room(self) -> bool:
         """Return whether graphs may take as much memory as the work since `begin` has used.
 
-        What is taken from now until `end` counts as memory of graphs.
+        Memory that is taken between this call and `end` counts as memory of graphs.
         """
         if self._device.type != "cuda":
             return True
@@ -293,6 +293,6 @@ class _PoolMemory:
         return used <= min(self._max_bytes, free) and self._num_bytes <= self._max_bytes
 
     def end(self) -> None:
-        """Note how much memory a capture has taken."""
+        """Record how much memory a capture has taken."""
         if self._device.type == "cuda":
             self._num_bytes += torch.cuda.memory_reserved(self._device) - self._reserved

@@ -47,7 +47,7 @@ class CudaRecorder:
     """A recorder that captures one CUDA graph for each segment between two breaks.
 
     The graphs share one pool of memory, since only one of them runs at a time. Capture the largest
-    size first: the others then fit into its memory. That works only if no tensor that was made
+    size first: all others then fit into its memory. That works only if no tensor that was made
     during a capture is kept.
     """
 

@@ -6,7 +6,7 @@ values. Attention runs between the replays as it does without graphs.
 
 Steps are padded to the next number of tokens that was captured. Padding changes no result: its
 slots (indices into the KV cache) are below 0, so nothing is stored for it, and outside of attention
-no row reads another one.
+no row depends on another one.
 
 Tensors that are passed from a graph to attention, or back, lie in fixed memory that all layers and
 sizes share. Nothing else of a capture is kept, so that the next capture can use its memory again.
@@ -43,7 +43,7 @@ class StoreKernel(Protocol):
         """Store the keys and values of N new tokens in the KV cache of a layer.
 
         Keys and values are [1, K, N, D], with K key heads of size D. `slots` [N] has the index in
-        the cache for each token. Those below 0 are padding, and are skipped.
+        the cache for each token. Slots below 0 are padding, and are skipped.
         """
 
 
@@ -101,7 +101,7 @@ class Attend(Protocol):
 
 
 class SegmentGraphs:
-    """A set of CUDA graphs, in one series for each captured number of tokens."""
+    """A set of CUDA graphs, with a series of segments for each captured number of tokens."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class SegmentGraphs:
 
     @torch.inference_mode()
     def capture(self, *, use_tqdm: bool = False) -> str | None:
-        """Capture graphs for each number of tokens, or none and return the reason if one fails."""
+        """Capture graphs for each number of tokens; if one fails, keep none and return why."""
         reason = capture_sizes(
             self._sizes, self._capture_size, what="graphs of prompts", use_tqdm=use_tqdm
         )

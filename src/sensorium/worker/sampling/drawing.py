@@ -21,7 +21,7 @@ _WIDTHS = (64, 1024)
 
 
 def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Return the arrays that `draw` needs, which are none if all rows are greedy."""
+    """Return the arrays that `draw` needs: an empty dict if all rows are greedy."""
     random = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if not random:
         return {}
@@ -49,8 +49,8 @@ def prepare_draw(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 def _get_width(top_k: int, top_p: float | None) -> int | None:
     """Return how many of the likeliest tokens a filter has to look at, or None without a filter.
 
-    It is one of `_WIDTHS`, or 0 for all tokens. It does not depend on other rows, so that what they
-    ask for can't change how numbers are rounded.
+    The number is one of `_WIDTHS`, or 0 for all tokens. It does not depend on other rows, so that
+    their options can't change how this row is rounded.
     """
     if not top_k and top_p == 1.0:
         return None

@@ -21,7 +21,7 @@ _Edited = Sequence[tuple[int, SamplingRow]]  # the rows that have edits, with th
 
 
 def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
-    """Return the arrays that `apply_edits` needs, which are none if no logit is changed."""
+    """Return the arrays that `apply_edits` needs: an empty dict if no logit changes."""
     edited = [(index, row) for index, row in enumerate(rows) if row.is_edited]
     if not edited:
         return {}
@@ -44,7 +44,7 @@ def prepare_edits(rows: Sequence[SamplingRow], vocab_size: int) -> Arrays:
 
 
 def apply_edits(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return a copy of the float32 logits [B, vocabulary] with all edits; banned ones are -inf."""
+    """Return a copy of the float32 logits [B, vocabulary] with all edits; banned are -inf."""
     edited = logits.clone(memory_format=torch.contiguous_format)
     flat = edited.view(-1)
     if "bias_at" in tensors:
@@ -90,8 +90,8 @@ def _keep_masked(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) 
 def _keep_times(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
     """Apply Whisper's rules for timestamps to some rows, in place.
 
-    First the banned ranges. Then, if all timestamps together are likelier than each token of text,
-    the tokens of text are banned.
+    First each row's ranges are banned. Then, if all timestamps together are likelier than each
+    token of text, the tokens of text are banned.
     """
     rows, first = tensors["time_rows"], tensors["time_first"][:, None]
     places = torch.arange(logits.shape[-1], device=logits.device)
@@ -106,7 +106,7 @@ def _keep_times(logits: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> No
 
 
 def _prepare_times(edited: _Edited) -> Arrays:
-    """Return the rows with rules for timestamps, and equally many banned ranges of each."""
+    """Return the rows with rules for timestamps, and their banned ranges, padded to one number."""
     ruled = [(index, row.banned_ranges, row) for index, row in edited if row.banned_ranges]
     most = max(len(ranges) for _, ranges, _ in ruled)
     padded = [[*ranges, *[(0, 0)] * (most - len(ranges))] for _, ranges, _ in ruled]
@@ -157,7 +157,7 @@ def _prepare_penalties(edited: _Edited, vocab_size: int) -> Arrays:
 
 
 def _prepare_allowed(edited: _Edited, vocab_size: int) -> Arrays:
-    """Return the rows with `allowed_token_ids`, and the places of these in those rows alone."""
+    """Return the rows with `allowed_token_ids`, and the places of these ids among those rows."""
     allowed = [
         (index, row.params.allowed_token_ids)
         for index, row in edited

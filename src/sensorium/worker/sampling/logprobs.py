@@ -38,7 +38,7 @@ def compute_logprobs(
 
 
 def to_entries(tensors: Mapping[str, torch.Tensor], counts: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the results of `compute_logprobs` on the host, with `counts` top tokens for each."""
+    """Return the results of `compute_logprobs` on the host, each with its count of top tokens."""
     names = ("chosen", "ranks", "top_ids", "top_values")
     columns = zip(*(tensors[name].tolist() for name in names), counts, strict=True)
     return [

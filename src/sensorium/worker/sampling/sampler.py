@@ -8,7 +8,7 @@ The order, for each row:
   3. Bans: tokens outside `allowed_token_ids`, those that the row's grammar doesn't allow here,
      those that complete a banned sequence, those that end the request before `min_tokens`. A row
      without a token left fails.
-  4. A greedy row takes the likeliest; the others divide by `temperature`.
+  4. A greedy row takes the likeliest token; other rows divide their logits by `temperature`.
   5. `top_k`, then `top_p` of what that left, then `min_p`, as in Transformers. `min_p` is a share
      of the likeliest token's probability, and no filter removes that token. So `min_p` cuts the
      same tokens before or after `top_k`, but before `top_p` it would change the mass that `top_p`
@@ -16,8 +16,8 @@ The order, for each row:
   6. The draw depends only on the seed and the token's index. What else is in the batch, and whether
      the request was preempted, makes no difference.
 
-vLLM and Transformers do steps 1 to 3 in the same order. Log-probabilities are those before step 1,
-but those of transcripts are taken after step 3: Whisper's rules compare them so.
+vLLM and Transformers do steps 1 to 3 in the same order. Log-probabilities are computed before step
+1, except for transcripts: there after step 3, because Whisper's rules compare those.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Sampler:
         rows: Sequence[SamplingRow],
         likeliest: torch.Tensor | None = None,
     ) -> Sampling:
-        """Choose a token for each row of float32 logits [B, vocabulary], without waiting for it.
+        """Begin to choose a token for each row of float32 logits [B, vocabulary].
 
         `likeliest` is what `mark_likeliest` returns for these logits, if the caller has it.
         """

@@ -110,7 +110,7 @@ class SamplingRow:
 
     params: SamplingParams
     num_output_tokens: int = 0
-    # They would end the request before `min_tokens`, or complete a banned sequence.
+    # Tokens that would end the request before `min_tokens`, or complete a banned sequence.
     banned_token_ids: tuple[int, ...] = ()
     counts: TokenCounts | None = None  # None if the request has no penalties
     # Ranges of tokens [start, end) that Whisper's rules for timestamps ban here. None: no rules.

@@ -1,7 +1,7 @@
 """The formats of answers: a new one is a new module in this folder, and nothing else.
 
 A module names its formats as `CALLS` and `REASONING`: one of each, or a tuple of them. The modules
-are light, because the command line also lists the formats.
+must be fast to import, because the command line also lists the formats.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Gemma4Call(CallReader, tag="gemma4"):
         return Step.ON
 
     def _step_string(self, character: str, buffer: AnswerBuffer) -> Step:
-        """Read one character of a string in double quotes, which some models write instead."""
+        """Read one character of a string in double quotes, which some models write for a text."""
         buffer.add_arguments(json.dumps(character)[1:-1] if character < " " else character)
         if character == '"' and not self.is_escaped:
             self.place = "after"
@@ -319,8 +319,8 @@ class _ArgumentsGrammar:
     def _get_bounds(self, least: Any, most: Any, share: int) -> tuple[int, int | None]:
         """Return the least and the greatest length that the schema's `least` and `most` allow.
 
-        Without an upper bound it is the grammar's `max_string_length` divided by `share`. `None` is
-        no bound.
+        If the schema has no `most`, the greatest length is the grammar's `max_string_length`
+        divided by `share`, or `None` if there is no such limit either.
         """
         low = least if isinstance(least, int) and least > 0 else 0
         limit = self._lark.max_string_length

@@ -32,7 +32,7 @@ class HermesCall(CallReader, tag="hermes"):
 
     call: CallObject = field(default_factory=lambda: CallObject(scan=JsonScan()))
     is_ended: bool = False  # the object has ended
-    closing: ShortText = ""  # the beginning of the closing tag
+    closing: ShortText = ""  # the part of the closing tag that was read
 
     def step(self, character: str, buffer: AnswerBuffer) -> Step:
         if self.is_ended:

@@ -44,7 +44,7 @@ _HEAD = re.compile(rf"\s*({NAME})\s*(?:\[CALL_ID\]\s*(\w{{1,64}})\s*)?(?:\[ARGS\
 
 
 class MistralCall(CallReader, tag="mistral"):
-    """A reader of Mistral's tool calls: a JSON list, or one with its name before its arguments."""
+    """A reader of Mistral's tool calls: a JSON list, or a name before its arguments."""
 
     head: ShortText = ""  # the text before the first object, or before the arguments
     is_list: bool = False

@@ -1,6 +1,6 @@
 """Tool calls in Python: `[name(key=value), …]` at the start of an answer, or a `tool_code` block.
 
-This is what prompts for Gemma 3 ask for. Tool calls are returned only when the block has ended,
+Prompts for Gemma 3 ask for this format. Tool calls are returned only when the block has ended,
 because only then it is certain that it has nothing but calls.
 """
 
@@ -50,7 +50,7 @@ class PythonicCall(CallReader, tag="pythonic"):
     held: HeldText = ""
     quote: ShortText = ""  # the end of the string that is being read; empty outside of strings
     is_escaped: bool = False
-    # The brackets that are open, with the one of the list.
+    # The number of open brackets, including the one that opened the list.
     depth: Annotated[int, Meta(ge=1, le=MAX_HELD + 1)] = 1
 
     @classmethod

@@ -1,12 +1,12 @@
 """Decodes JSON so that no single call keeps other threads waiting.
 
-msgspec is fast, but holds the interpreter's lock while it decodes. Of 20 MB on one core of a
-server, a chat with one image in base64 takes 12 ms at once; 3 million token ids take 140 ms and 400
-thousand short messages 150 ms, in slices. So a text with few values is decoded at once, whatever
-its size. One with many is first split into its fields or entries, without decoding these; then
-small ones are decoded many at a time, and large ones are split again. Texts that would be slow to
-split are refused: those with millions of values, and those with many values at a great depth, since
-each level reads the text again.
+msgspec is fast, but holds the interpreter's lock while it decodes. On one core of a server, 20 MB
+of chat with one image in base64 are decoded at once, in 12 ms; 20 MB of token ids (3 million) take
+140 ms and 20 MB of short messages (400 thousand) 150 ms, in slices. So a text with few values is
+decoded at once, whatever its size. One with many is first split into its fields or entries, without
+decoding these; then small ones are decoded many at a time, and large ones are split again. Texts
+that would be slow to split are refused: those with millions of values, and those with many values
+at a great depth, since each level reads the text again.
 
 Values of msgpack are counted before they are decoded, because a body of empty lists would take
 fifty times its size in memory.
@@ -63,13 +63,13 @@ def _decode_all(raws: Iterable[msgspec.Raw], max_depth: int) -> list[Any]:
     batch: list[bytes] = []
     num_bytes = 0
     for raw in raws:
-        # The view is not kept, because the garbage collector would follow all of them.
+        # The view is not kept, because the garbage collector would follow all views.
         length = len(memoryview(raw))
         if num_bytes + length > _BATCH_BYTES:
             values += _decode_batch(batch)
             batch, num_bytes = [], 0
         if length > _BATCH_BYTES:
-            inner = memoryview(raw)  # not a copy: each level would keep one of all that is inside
+            inner = memoryview(raw)  # not a copy, as each level would keep one of its content
             values.append(_decode(inner, _count_values(inner), max_depth))
         else:
             batch.append(bytes(raw))
@@ -83,7 +83,7 @@ def _decode_batch(batch: list[bytes]) -> list[Any]:
 
 
 def _count_values(text: Buffer) -> int:
-    """Return the number of commas in a JSON text, also in strings, which limits that of its values.
+    """Return the number of commas in a JSON text, also in strings: a bound on the number of values.
 
     A text with n commas has at most n + 1 values, not counting lists and objects that hold others.
     """
@@ -152,7 +152,7 @@ def check_num_values(text: bytearray, limit: int) -> None:
 
 
 def _get_size(text: bytearray, position: int) -> int:
-    """Return the bytes that the msgpack value at `position` takes; of a list or a map, its head."""
+    """Return the size in bytes of a msgpack value: of a list or a map only that of its head."""
     first = text[position]
     if 0xA0 <= first <= 0xBF:  # a short text
         return 1 + (first & 0x1F)

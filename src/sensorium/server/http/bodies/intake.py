@@ -1,13 +1,13 @@
 """Receives the bodies of requests within limits of size, time, rate and memory.
 
-A `BodyIntake` owns the unfinished bodies of its frontend process, and is used on one event loop.
-There are two: one for bodies in memory, and one for uploads, which `bodies.uploads` keeps on disk.
+A `BodyIntake` owns unfinished bodies of its frontend process, and is used on one event loop. Each
+frontend has one for bodies in memory, and one for uploads, which `bodies.uploads` keeps on disk.
 
 Invariants:
   1. A body that comes at the least rate or faster, within the time for a whole body, is received.
-  2. Unfinished bodies never hold more than `max_unfinished_bytes` and the piece that came last.
-     If they would, the oldest ones are refused. An honest client sends its body sooner than a
-     slow one, so the oldest bodies are those of slow clients.
+  2. Unfinished bodies never hold more than `max_unfinished_bytes` plus the last piece. If they
+     would, the oldest ones are refused. An honest client sends its body sooner than a slow one, so
+     the oldest bodies are those of slow clients.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BodyIntake:
     def __init__(self, limits: BodyLimits) -> None:
         self.limits = limits
         self._unfinished: dict[_Unfinished, None] = {}  # in the order of their arrival
-        self._num_bytes = 0  # of all of them
+        self._num_bytes = 0  # of all unfinished bodies
 
     async def receive(self, receive: Receive) -> bytearray:
         """Return the whole body of a request, from its ASGI `receive` function.
@@ -68,7 +68,7 @@ class BodyIntake:
     async def receive_into(
         self, receive: Receive, keep: Callable[[bytes], Awaitable[None]]
     ) -> None:
-        """Receive a whole body, and pass each piece to `keep`; it returns before the next one."""
+        """Receive a whole body, and pass each piece to `keep`, which is awaited each time."""
         body = _Unfinished()
         self._unfinished[body] = None
         began = asyncio.get_running_loop().time()
@@ -91,7 +91,7 @@ class BodyIntake:
         self, body: _Unfinished, receive: Receive, began: float
     ) -> tuple[bytes, bool]:
         """Return the next piece and whether more follow; `began` is in the event loop's time."""
-        if body.is_given_up:  # while its last piece was being kept, so that no wait was ended
+        if body.is_given_up:  # while `keep` had its last piece, so that no wait was ended
             raise self._make_memory_error()
         deadline = began + self.limits.get_time_s(body.num_bytes)
         try:

@@ -42,7 +42,7 @@ _QUOTED = re.compile(rb'"(?:\\.|[^"\\])*"')
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 FORM_TYPE = "multipart/form-data"
 
-# It logs a warning for each mistake of a client. Clients get errors instead.
+# python-multipart logs a warning for each mistake of a client, but clients get error responses.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
@@ -65,7 +65,8 @@ def get_boundary(content_type: str | None) -> bytes:
 class MultipartForm:
     """A form that is being received: its text fields so far, and its file on a disk.
 
-    Only the part named `file_field` may be a file. It is also in `fields`, with the file's name.
+    Only the part named `file_field` may be a file. This part is also in `fields`, with the file's
+    name as text.
     """
 
     def __init__(self, boundary: bytes, *, file_field: str) -> None:
@@ -120,7 +121,7 @@ class MultipartForm:
                 raise _explain(error) from error
 
     def read_file(self) -> bytes:
-        """Return the content of the file, which must have been received."""
+        """Return the content of the file, or raise a `RequestError` if the form has none."""
         if self._file is None:
             raise RequestError("is missing", path=(self._file_field,))
         self._file.seek(0, os.SEEK_SET)
@@ -200,9 +201,9 @@ class MultipartForm:
 
 
 def _find_extended_name(disposition: bytes) -> bytes:
-    """Return the name of a file that is only given with its encoding, or nothing.
+    """Return the file name from the parameter `filename*`, or empty bytes if there is none.
 
-    RFC 7578 does not want it in forms, but some clients have no other for names beyond ASCII.
+    RFC 7578 forbids it in forms, but some clients send only this parameter for names beyond ASCII.
     """
     found = _EXTENDED_NAME.search(_QUOTED.sub(b'""', disposition))
     if found is None:
@@ -216,7 +217,7 @@ def _make_form_error(message: str) -> ApiError:
 
 
 def _explain(error: OSError) -> Exception:
-    """Return the error for the client if a write to the disk has failed."""
+    """Return the error to raise for a failed write: an `ApiError` if the disk is full."""
     if error.errno not in _NO_SPACE:
         return error
     return ApiError(

@@ -1,4 +1,4 @@
-"""Reads the body of a request, and parses it away from the event loop.
+"""Reads the body of a request, and parses it, in a thread if it is large.
 
 This module refuses bodies that are not JSON (400, with the position). Routes that take media as
 bytes also accept msgpack. A request is admitted when its body is complete, so that a slow body does
@@ -143,7 +143,7 @@ _Request = TypeVar("_Request", bound=Struct)
 
 
 def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, str | None]:
-    """Return a checked request, and a warning, or `None`, about a field that is probably misspelt.
+    """Return the checked request, and a warning about fields that are probably misspelt, or `None`.
 
     Unknown fields are ignored and logged. Raise a `RequestError` if the body does not fit `kind`.
     """
@@ -157,7 +157,7 @@ def read_request(kind: type[_Request], body: dict[str, Any]) -> tuple[_Request, 
 
 
 def _find_unknown(request: Struct, body: dict[str, Any]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield the name of each unknown field in a body, with the names that are known in its place.
+    """Yield the name of each unknown field of a body, with the names that its object may have.
 
     Objects inside the body are searched, and their unknown fields are yielded without a path.
     """
@@ -181,7 +181,7 @@ def _find_likely(name: str, known: frozenset[str]) -> str | None:
 
 
 def _is_letter_away(name: str, other: str) -> bool:
-    """Return whether two names differ in one letter, or in two neighbours that are swapped."""
+    """Return whether two names differ in one letter, or in the order of two adjacent letters."""
     if min(len(name), len(other)) < _MIN_LENGTH or abs(len(name) - len(other)) > 1:
         return False
     pairs = enumerate(zip(name, other, strict=False))

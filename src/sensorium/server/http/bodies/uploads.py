@@ -1,7 +1,7 @@
-"""Receives a form with a file: to a disk while it comes, and into memory when it is complete.
+"""Receives a form with a file, which is written to a disk, and read into memory when complete.
 
-The limits of `bodies.intake` hold. Splitting and writing happens in threads of its own, because a
-slow disk must not delay other work. A request is admitted when its form is complete, and its file
+The limits of `bodies.intake` hold. The form is split and written in threads of this module, because
+a slow disk must not delay other work. A request is admitted when its form is complete, and its file
 is read into memory only then, and only if its fields are right.
 """
 

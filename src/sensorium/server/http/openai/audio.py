@@ -126,7 +126,7 @@ class _Work:
 
 
 def _prepare(request: SpeechRequest, transcriber: Transcriber, task: Task) -> _Work:
-    """Return what a request asks for, or raise an error if that is not possible or not valid."""
+    """Return the work that a request asks for; raise an error if it is unsupported or not valid."""
     for name in request.unsupported:
         if getattr(request, name) is not None:
             raise make_unsupported(name)
@@ -209,7 +209,7 @@ def _read_include(request: TranscriptionRequest, form: SpeechFormat) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """The work of a transcriber for one client's request, which a clock measures."""
+    """One transcription for one client's request, measured by a clock."""
 
     transcriber: Transcriber
     work: _Work
@@ -227,7 +227,7 @@ class _Run:
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the server-sent events: a delta for each segment, and the whole text at the end.
 
-        All deltas together are the whole text: what no segment had is a delta also.
+        The deltas add up to the whole text: text that no segment had is sent as a last delta.
         """
         async with aclosing(self._run()) as parts:
             async for part in parts:

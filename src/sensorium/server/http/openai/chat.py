@@ -72,8 +72,8 @@ def make_chat(
 ) -> Chat:
     """Return the conversation of a chat request in the form that the engine takes.
 
-    `answers` is `None` if the model does not answer it. Raise an `ApiError` if the request has a
-    chat template of its own and `is_trusted` is false.
+    `answers` is `None` if the conversation is only tokenized. Raise an `ApiError` if the request
+    has a chat template of its own and `is_trusted` is false.
     """
     if request.chat_template is not None and not is_trusted:
         raise ApiError(
@@ -137,7 +137,7 @@ class ChatAnswers:
         return replace(params, structured_outputs=constraint)
 
     def get_context(self, prompt: str | Sequence[int]) -> AnswerContext:
-        """Return how to read an answer to this prompt, which may have opened reasoning."""
+        """Return how to read an answer to this prompt, which may end inside reasoning."""
         is_open = self.form.opens_reasoning(prompt)
         return msgspec.structs.replace(self.context, starts_in_reasoning=is_open)
 
@@ -160,7 +160,7 @@ class ChatAnswers:
         )
 
     def make_chunk_choice(self, piece: Piece, *, has_role: bool = False) -> wire.ChatChunkChoice:
-        """Return the choice of a chunk; with `has_role` it states the role, as the first must."""
+        """Return the choice of a chunk; only the first chunk of a choice needs `has_role`."""
         answer = piece.answer
         reasoning = answer.reasoning if self.has_reasoning else ""
         is_other = bool(reasoning or answer.tool_calls)
@@ -180,10 +180,10 @@ class ChatAnswers:
         )
 
     def is_shown(self, piece: Piece) -> bool:
-        """Return whether a chunk is sent for a new part of a completion: not for an empty one.
+        """Return whether a chunk is sent for a new part of a completion: not if the part is empty.
 
-        Text comes later than its tokens, and tool calls and reasoning are found later than their
-        text.
+        A part can be empty because text comes later than its tokens, and tool calls and reasoning
+        are found later than their text.
         """
         answer = piece.answer
         has_tokens = bool(piece.token_ids) and (piece.logprobs is not None or self.has_ids)
@@ -260,7 +260,7 @@ class _ChatMaker:
         )
 
     def make_chunks(self, _: int, delta: RequestDelta) -> list[wire.ChatCompletionChunk]:
-        """Return the chunks for new output, first of all one with the role of each choice."""
+        """Return the chunks for new output; at first also one with the role for each choice."""
         chunks = [] if self._is_begun else self._make_first_chunks(delta)
         self._is_begun = True
         for entry in delta.deltas:
@@ -300,7 +300,7 @@ class _ChatMaker:
 
 
 def _get_finish_reason(piece: Piece) -> str | None:
-    """Return the finish reason: for "stop" with calls "tool_calls"; before the end `None`."""
+    """Return the finish reason ("tool_calls" for "stop" after calls), or `None` before the end."""
     is_call = piece.finish_reason == "stop" and piece.num_tool_calls
     return "tool_calls" if is_call else piece.finish_reason
 

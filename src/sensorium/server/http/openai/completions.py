@@ -179,7 +179,7 @@ class _CompletionMaker:
     def _make_echoed_logprobs(
         self, output: RequestOutput, entry: CompletionOutput
     ) -> CompletionLogprobs | None:
-        """Return the log-probabilities of prompt and completion, if asked for with `echo`."""
+        """Return the log-probabilities of prompt and completion, or `None` if not echoed."""
         if not self._call.request.echo or entry.logprobs is None:
             return None
         # The first token of a prompt has none.

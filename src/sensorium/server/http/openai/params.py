@@ -45,7 +45,7 @@ def make_chat_params(request: ChatCompletionRequest) -> SamplingParams:
 
 
 def make_completion_params(request: CompletionRequest) -> SamplingParams:
-    """Return a completion's sampling parameters; its default limit is that of `SamplingParams`."""
+    """Return a completion's sampling parameters; `max_tokens` keeps the default of the class."""
     _check_common(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise make_unsupported("best_of", "other than n")
@@ -81,7 +81,7 @@ def _check_common(request: GeneratingRequest) -> None:
 
 
 def make_unsupported(name: str, what: str = "") -> ApiError:
-    """Return the error for a field that is not supported, or not with the value that it has."""
+    """Return the error for an unsupported field, or for its unsupported values (`what`)."""
     words = f"{name} {what}".strip()
     return ApiError(f"{words}: this is not supported yet", param=name, code="unsupported")
 
@@ -89,7 +89,7 @@ def make_unsupported(name: str, what: str = "") -> ApiError:
 def _get_structured_outputs(request: GeneratingRequest) -> StructuredOutputsParams | None:
     """Return the constraint on the form of the answer, or `None` if the answer may be any text.
 
-    A `RequestError` has the path of the field in which the client has sent it.
+    A `RequestError` has the path of the field in which the client sent the constraint.
     """
     path = _find_path(request)
     if path is None:

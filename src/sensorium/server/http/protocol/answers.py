@@ -1,4 +1,4 @@
-"""The types of response bodies: OpenAI's, and on demand fields of similar servers.
+"""The types of response bodies: OpenAI's, plus fields of similar servers if a client asks.
 
 A field that is `UNSET` is not sent.
 """
@@ -31,7 +31,7 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):
-    """The log-probabilities of each token of a completion; null for one that nothing predicts."""
+    """The log-probabilities of a completion's tokens; null for a token that nothing predicts."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -50,13 +50,13 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class PromptTokensDetails(Struct, frozen=True, kw_only=True):
-    """What the tokens of the prompt are.
+    """The numbers of the prompt's tokens that were cached, or that stand for media.
 
     The tokens of a modality are the positions of the prompt that take embeddings of its media; the
     tokens around them, such as those that mark where an image begins, are text. Audio that a speech
     model attends to outside the prompt takes no positions. A modality without media has 0.
-    `cached_tokens` may be of any kind. Derendered answers have the counts that were sent with the
-    generated tokens.
+    `cached_tokens` counts text and media alike. Derendered answers have the counts that were sent
+    with the generated tokens.
     """
 
     cached_tokens: int | UnsetType = UNSET  # those that came from the prefix cache

@@ -2,7 +2,7 @@
 
 Requests are forms: all values are text, and lists are fields that come several times, with or
 without `[]` behind their names. An empty text means the same as no value, because a form has no
-null. The whole answers are those of `speech.formats`.
+null. Answers that are not streamed have the types of `speech.formats`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ else:
 
 
 class SpeechRequest(_SpeechSampling, frozen=True, kw_only=True):
-    """The fields that both routes have: OpenAI's, and those of similar servers."""
+    """The form fields that both speech routes have: OpenAI's, and those of similar servers."""
 
     # Fields that are not implemented. They are refused, because they would change the answer.
     unsupported: ClassVar[tuple[str, ...]] = ("to_language", "max_completion_tokens")
@@ -125,7 +125,7 @@ class TranscriptEvent(Struct, frozen=True, kw_only=True):
 def read_form_fields(
     kind: type[SpeechRequest], fields: Iterable[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return the fields of a form as values of the types of `kind`.
+    """Convert the texts of a form's fields to the types that the struct `kind` declares.
 
     `name[key]` becomes an object. Unknown fields are lists of texts. Raise a `RequestError` with
     the name of the field if a text is not a value of its type, or if a field that is no list comes
@@ -149,8 +149,7 @@ def read_form_fields(
 def _read_entries(entries: list[tuple[str | None, str]], read: Callable[[str], Any]) -> Any:
     """Return the value of one field from its keys and texts, or `None` if it has no value.
 
-    A key is what stands in brackets behind the name, or `None`; those of a list are empty or
-    numbers.
+    A key is the text in brackets behind the name, or `None`; keys of a list are empty or numbers.
     """
     texts = [text for _, text in entries]
     if any(key and not key.isdecimal() for key, _ in entries):
@@ -191,7 +190,7 @@ _READERS: dict[type[inspect.Type], Callable[[str], Any]] = {
 
 @cache
 def _get_readers(kind: type[SpeechRequest]) -> dict[str, Callable[[str], Any]]:
-    """Return name of a field -> the function that reads its text; for a list it is `list`."""
+    """Return a map of field names to functions that read their texts; for lists that is `list`."""
     info = inspect.type_info(kind)
     if not isinstance(info, inspect.StructType):
         raise InvariantError(f"{kind} is not a struct")

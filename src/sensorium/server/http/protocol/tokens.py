@@ -80,7 +80,8 @@ class WireFeatures(Struct, frozen=True, kw_only=True):
 class WireMediaPart(Struct, frozen=True, kw_only=True):
     """A media item that the server loads from its URL, or finds by its uuid in the cache.
 
-    The n-th marker of a modality in the prompt's token ids stands for the n-th part of it.
+    The n-th marker of a modality in the prompt's token ids stands for the n-th part of that
+    modality.
     """
 
     type: str
@@ -144,13 +145,13 @@ class WireGenerateResponse(Struct, frozen=True, kw_only=True):
 
 
 class ChatOptions(ChatCompletionRequest, frozen=True, kw_only=True):
-    """The client's chat request, by which the text is read. Its `messages` are not used."""
+    """The client's chat request, which decides how text is read; its `messages` are not used."""
 
     messages: Messages = None
 
 
 class CompletionOptions(CompletionRequest, frozen=True, kw_only=True):
-    """The client's completion request, by which the text is read. Its `prompt` is not used."""
+    """The client's completion request, which decides how text is read; its `prompt` is not used."""
 
     prompt: Any = None
 
@@ -169,7 +170,7 @@ class _DerenderRequest(Struct, frozen=True, kw_only=True):
 class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
     """The body of a request to turn generated token ids into a chat completion, or into a chunk.
 
-    They are in one whole `generate_response` or, with `stream`, in one `generate_chunk`.
+    The token ids are in one whole `generate_response` or, with `stream`, in one `generate_chunk`.
     """
 
     generate_response: WireGenerateResponse | None = None
@@ -189,7 +190,7 @@ class DerenderChatRequest(_DerenderRequest, frozen=True, kw_only=True):
 class DerenderCompletionRequest(_DerenderRequest, frozen=True, kw_only=True):
     """The body of a request to turn generated token ids into completions, or into a chunk.
 
-    They are in whole `generate_responses`, one for each prompt, or, with `stream`, in one
+    The token ids are in whole `generate_responses`, one for each prompt, or, with `stream`, in one
     `generate_chunk`. `prompt_tokens` (the length of a prompt) and `prompt_token_ids` are lists with
     one entry for each prompt.
     """

@@ -1,10 +1,10 @@
-"""Carries one live session over one WebSocket: four tasks, and how they end.
+"""Runs one live session over one WebSocket, with four tasks.
 
-The reader takes the client's messages one by one, and the next one only when the session has taken
-this one; so a client that sends too fast is slowed by its own connection. The sender writes the
-session's events. The guard waits for the end of the session's time, of the client's patience, or of
-the server. The last task waits for the end of the connection, which a busy reader would not see.
-The first of them that ends, ends the session:
+The reader takes the client's messages one by one, and the next one only after the session has taken
+the last one; so a client that sends too fast is slowed by its own connection. The sender writes the
+session's events. The guard waits until the session has reached its longest time, nothing was sent
+for a while, or the server stops. The last task waits for the end of the connection, which the
+reader does not see while it is busy. The first task that ends also ends the session:
 
   1. The client has left, or does not read: the caller closes the session, which aborts its work.
   2. Time is up, or the server stops: no more audio is taken. What was said is still transcribed and
@@ -47,7 +47,7 @@ _LARGE_MESSAGE = 2**18  # characters or bytes; a larger one is read in a thread
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """A reason why a connection ends, by its name in the metrics, and what the client gets."""
+    """A reason why a connection ends: its name in the metrics, and what the client gets."""
 
     name: EndName
     code: int | None = None  # of the close frame; `None`: none can be sent
@@ -64,7 +64,7 @@ INTERNAL = Ending("internal", 1011, "The server failed. Its log has the reason."
 
 @dataclass(slots=True)
 class Deadlines:
-    """The times at which a session ends by itself, in the caller's seconds; a limit of 0 is off."""
+    """The time limits of a session, in seconds of the caller's clock; a limit of 0 is off."""
 
     idle_s: float
     max_s: float
@@ -83,10 +83,10 @@ class Deadlines:
         return IDLE if is_idle else None
 
     def get_pause(self, now: float) -> float | None:
-        """Return the seconds until the next look is due, or `None` if none is."""
+        """Return the seconds until `find_ending` should be called again; `None` without limits."""
         dues = [self.began + self.max_s] * bool(self.max_s)
         if self.idle_s:
-            # One that is busy is looked at again after a whole limit.
+            # A busy session is checked again after a whole limit.
             dues.append((now if self.num_busy else self.touched) + self.idle_s)
         return max(0.0, min(dues) - now) if dues else None
 
@@ -113,7 +113,7 @@ class RealtimeConnection:
         self._decoder = AudioDecoder(self.dialect.audio_format)
 
     async def run(self) -> Ending:
-        """Serve the session to its end, and return why it ended; the caller closes it."""
+        """Serve the session to its end, and return why it ended; the caller closes the session."""
         reader, sender, guard, loss = tasks = tuple(
             asyncio.ensure_future(work)
             for work in (self._read(), self._write(), self._guard(), self._wait_for_loss())
@@ -140,7 +140,7 @@ class RealtimeConnection:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _finish(self, ending: Ending, *others: asyncio.Future[Ending]) -> None:
-        """Transcribe what was said, and send why the session ends; raise the errors of `others`."""
+        """Transcribe what was said, and send why the session ends; raise errors of other tasks."""
         self._is_flushed.clear()
         flushing = asyncio.ensure_future(self._flush())
         try:
@@ -168,7 +168,7 @@ class RealtimeConnection:
     async def _read(self) -> Ending:
         await self._send(*self.dialect.greet())
         while True:
-            await asyncio.sleep(0)  # if very many messages are there, others have their turns
+            await asyncio.sleep(0)  # other tasks have their turns even if many messages wait
             received = await self.websocket.receive()
             if received["type"] == "websocket.disconnect":
                 return CLIENT_LEFT
@@ -206,7 +206,7 @@ class RealtimeConnection:
             await self._answer(self.dialect.write_error(self._report(error), event_id))
 
     async def _answer(self, *messages: Message) -> None:
-        """Send messages after the events of all messages that came before."""
+        """Send messages, after the session's events for all earlier messages of the client."""
         if messages:
             await self.session.settle()
             await self._send(*messages)
@@ -262,7 +262,7 @@ class RealtimeConnection:
                     await self.websocket.send_text(text)
 
     async def _guard(self) -> Ending:
-        """Return why the session is over, when it is."""
+        """Wait until the session has to end, and return why."""
         while not self.draining.is_set():
             if ending := self.deadlines.find_ending(self.now()):
                 return ending

@@ -1,7 +1,8 @@
-"""What the two dialects of `/v1/realtime` have in common. No part of a dialect does any I/O.
+"""The interface of the two dialects (wire formats) of `/v1/realtime`, and what both need.
 
 A dialect reads the messages of a client as commands, and writes the events of a live session as
-messages. It keeps what its wire format needs: the options that the client has set, and ids.
+messages. It keeps what its wire format needs: the options that the client has set, and ids. It does
+no I/O.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Configure:
 
 Command = Append | Commit | Clear | Configure
 Message = dict[str, Any]
-# The events of a session that are written as they are. `Failed` needs the error for the client.
+# The events that `Dialect.write` takes. `Failed` is for `write_failure`, with the client's error.
 WrittenEvent = SpeechStarted | SpeechStopped | Committed | TextDelta | Completed | Cleared | Flushed
 
 
@@ -66,7 +67,7 @@ class Dialect(Protocol):
     """A wire format of the route, with the state of one connection."""
 
     @property
-    def name(self) -> str: ...  # in the address
+    def name(self) -> str: ...  # the value of `dialect` in the address
 
     @property
     def session_id(self) -> str: ...  # the client gets it with the first message
@@ -82,11 +83,11 @@ class Dialect(Protocol):
         ...
 
     def read(self, message: Mapping[str, Any]) -> Command:
-        """Return what a client asks for. Raise an `ApiError` or a `RequestError` if it is wrong."""
+        """Return the command in a message, or raise an `ApiError` or a `RequestError`."""
         ...
 
     def confirm(self, command: Command) -> list[Message]:
-        """Return the messages that are sent when a command was carried out."""
+        """Return the messages to send after a command was carried out."""
         ...
 
     def write(self, event: WrittenEvent) -> list[Message]: ...
@@ -118,7 +119,7 @@ def get_event_id(message: Mapping[str, Any]) -> str | None:
 
 
 def check_fields(message: Mapping[str, Any], *names: str) -> None:
-    """Raise an `UnknownFieldError` if a message has other fields than these and the common ones."""
+    """Raise an `UnknownFieldError` if a message has fields besides `names` and the common ones."""
     for name in message:
         if name not in _COMMON_FIELDS and name not in names:
             raise UnknownFieldError(path=(name,))

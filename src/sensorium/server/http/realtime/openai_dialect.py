@@ -1,7 +1,7 @@
-"""OpenAI's protocol for realtime transcription sessions, in the form of its general availability.
+"""OpenAI's protocol for realtime transcription sessions: the final version, not the beta.
 
 The messages are those that the package `openai` has types for (`openai.types.realtime`). Unknown
-fields are refused and named, and so are those that ask for something that this server does not do.
+fields are refused by name, and so are fields that ask for something that this server does not do.
 """
 
 from __future__ import annotations
@@ -201,8 +201,8 @@ class OpenAIDialect:
         return message
 
     def _update(self, given: Any) -> None:
-        """Take over the fields that are given. If one of them is wrong, nothing is changed."""
-        # The type comes first: sessions of another one have fields that are not known here.
+        """Apply the given fields to the session; if one of them is wrong, nothing is changed."""
+        # The type is checked first: sessions of other types have fields that are unknown here.
         if check(given, _SessionType).type != "transcription":
             raise RequestError(
                 "must be transcription: this server transcribes what is said, and gives no answers",
@@ -279,7 +279,7 @@ class OpenAIDialect:
 
 
 def _check_fields(message: Mapping[str, Any], *names: str) -> None:
-    """Raise a `RequestError` if a message has other fields than these and the common ones."""
+    """Raise a `RequestError` if a message has fields besides `names` and the common ones."""
     for name in _VLLM_FIELDS:
         if name in message:
             raise RequestError(
@@ -291,14 +291,14 @@ def _check_fields(message: Mapping[str, Any], *names: str) -> None:
 
 
 def _refuse(given: Struct, *names: str) -> None:
-    """Raise a `RequestError` if one of the fields is given. The server has no use for them."""
+    """Raise a `RequestError` if one of these fields is given, which the server does not support."""
     for name in names:
         if getattr(given, name) is not None:
             raise RequestError("is not supported by this server: leave it out", path=(name,))
 
 
 def _read_delay(given: str | int | None) -> int | None:
-    """Return a delay in milliseconds, for one of OpenAI's words or a number of them."""
+    """Return a delay in milliseconds, from one of OpenAI's words, milliseconds or `None`."""
     if given is None or isinstance(given, int):
         return given
     if given not in DELAYS_MS:
@@ -355,7 +355,7 @@ def _read_detection(given: _TurnDetection | None) -> TurnDetection | None:
 
 
 def _write_committed(event: Committed) -> list[Message]:
-    """Return the messages for an item that begins to exist: one of the user, with audio."""
+    """Return the messages for a new item, which is a message of the user with audio."""
     content = [{"type": "input_audio", "transcript": None}]
     item = {
         "id": event.item_id,

@@ -1,4 +1,4 @@
-"""The route `/v1/realtime`: speech that is transcribed while it is spoken, over a WebSocket."""
+"""The route `/v1/realtime`, which transcribes speech over a WebSocket while it is spoken."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def serve_realtime(websocket: WebSocket, context: Context) -> None:
 async def _run(
     websocket: WebSocket, context: Context, dialect: Dialect, session: LiveSession
 ) -> Ending:
-    """Carry a session over an accepted WebSocket, measure it, and return why it ended."""
+    """Run a session over an accepted WebSocket, measure it, and return why it ended."""
     options, state = context.options, websocket.scope["state"]
     with context.metrics.track_websocket():
         clock = context.metrics.start_session()
@@ -133,7 +133,7 @@ def _get_source(context: Context) -> LiveSource:
 
 
 def _choose_dialect(websocket: WebSocket, context: Context, source: LiveSource) -> Dialect:
-    """Return the dialect that the address asks for, because both greet before the client speaks."""
+    """Return the dialect, which the address decides because the server sends the first message."""
     query, names = websocket.query_params, context.options.model_names
     model, intent = query.get("model"), query.get("intent")
     check_model(model, names)

@@ -1,9 +1,9 @@
 """vLLM's protocol for realtime transcription: one text for the whole audio.
 
 A client sends audio in PCM16 at 16 kHz, and `commit` with `final` when it ends. It gets deltas, and
-then the whole text. After that, more audio may follow in the same connection. Other than in vLLM,
-audio is transcribed as it arrives; the first `commit`, which starts the generation there, changes
-nothing here.
+then the whole text. After that, more audio may follow in the same connection. Unlike vLLM, this
+server transcribes audio as it arrives, so the first `commit`, which starts the generation in vLLM,
+changes nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sensorium.types.errors import RequestError
 
 
 class VllmDialect:
-    """vLLM's dialect for one connection. Its options are always the defaults."""
+    """vLLM's dialect for one connection, in which clients can't change the options."""
 
     name = "vllm"
     audio_format = AudioFormat("pcm16", 16_000)
@@ -110,7 +110,7 @@ class VllmDialect:
         return {"type": "error", "error": error.message, "code": code}
 
     def _finish(self, event: Flushed) -> Message:
-        """Return the message with the whole text, and begin a new one."""
+        """Return the message with the whole text, and begin a new text."""
         text, usages = self._text, self._usages
         self._text, self._item_id, self._usages = "", None, []
         num_audio = sum(usage.num_audio_tokens for usage in usages)

@@ -72,7 +72,7 @@ async def _answer(
     kind: type[_Wire],
     start: Callable[[_Wire, Context], _Derender[_Wire]],
 ) -> Response:
-    """Answer a request, which may also be a response of `/inference/v1/generate` alone."""
+    """Answer a request; its body may also be just a response of `/inference/v1/generate`."""
 
     def adapt(body: dict[str, Any]) -> dict[str, Any]:
         if "choices" not in body:
@@ -168,7 +168,7 @@ class _Derender(Generic[_Wire]):
         raise NotImplementedError
 
     def make_chunk(self) -> Struct:
-        """Return the chunk for `generate_chunk`, without choices that had ended, and its state."""
+        """Return the chunk for `generate_chunk`, and its state, without choices that had ended."""
         response = _get_given(self._request.generate_chunk, _CHUNK)
         given = self._request.stream_state
         (count,), (prompt,) = self._list_counts(1), self._list_prompts(1)
@@ -431,7 +431,7 @@ def _get_created(response: WireGenerateResponse) -> int:
 def _count_prompt_tokens(
     response: WireGenerateResponse, given: int | None, prompt: tuple[int, ...]
 ) -> int:
-    """Return a prompt's length: as the client gave it, else as in the usage, else of `prompt`."""
+    """Return a prompt's length: `given`, or that in the response's usage, or that of `prompt`."""
     counted = None if response.usage is None else response.usage.prompt_tokens
     return next(count for count in (given, counted, len(prompt)) if count is not None)
 

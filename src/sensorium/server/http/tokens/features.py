@@ -1,8 +1,8 @@
 """Reads processed media items from a request into a rendered prompt, and writes them to a response.
 
-This module checks all that needs no model, with the names of the client's fields in errors, and
-`engine.inputs.rendered_prompt` the rest. Masks are expanded only for ranges that don't overlap, so
-that together they are no longer than the prompt.
+This module does the checks that need no model, with the names of the client's fields in errors;
+`engine.inputs.rendered_prompt` does the others. Masks are expanded only for ranges that don't
+overlap, so that all masks together are no longer than the prompt.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def make_features(
 ) -> Features | None:
     """Return the processed media items of a rendered request, or `None` if it has none.
 
-    Without `has_kwargs` they have no tensors. The caller must keep the media items in the cache
-    until this returns. It may encode megabytes, so it must not run on the event loop.
+    Without `has_kwargs` the items have no tensors. The caller must keep the media items in the
+    cache until this returns. Encoding may take long, so it must not run on the event loop.
     """
     groups: dict[str, list[MultiModalFeatureSpec]] = {}
     for spec in processed.request.mm_features:

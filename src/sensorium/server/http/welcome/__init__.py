@@ -1,7 +1,7 @@
 """The pages of the server: the welcome page at `/`, and the documentation at `/docs`.
 
 The welcome page lets a visitor show the model a picture or a recording, ask about it, and see where
-time went. If the model transcribes, it shows the words of a recording at their times. The
+time went. If the model transcribes, the page shows the words of a recording at their times. The
 documentation shows the OpenAPI document. Both are files that are read once, load nothing from
 elsewhere, and use the routes that every client uses. The welcome page needs no key. Addresses in
 the files are relative, because the server may stand behind a proxy, under a path. Browsers ask

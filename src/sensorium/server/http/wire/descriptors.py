@@ -1,4 +1,4 @@
-"""How many connections a process may have, by its limit on open files."""
+"""Sets the limit on a process's connections, from its limit on open files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _RESERVED_FILES = 1024  # for other files than connections: pipes, shared memory
 
 
 def raise_file_limit() -> int:
-    """Raise the limit on open files to what is permitted, and return that on connections."""
+    """Raise the limit on open files to the permitted one, and return the limit on connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:

@@ -1,23 +1,24 @@
-"""Connections of HTTP that are slow, or that have clients that don't read.
+"""HTTP connections with limits for slow clients, and for clients that don't read responses.
 
 uvicorn's parser keeps a request's line, headers and trailers until they are complete, however long
 they become and however slowly they come. Without a limit, one connection could fill the memory, and
 many could stay forever, before any handler is called. `LimitedHttpProtocol` limits the size and the
 time of headers, and `bodies.intake` those of bodies. A request that wants to become a WebSocket has
 no body; one that announces a body is refused before the body comes. An upgrade to another protocol
-is ignored. Data is parsed in turns (`turns`): a body in chunks of one byte, or many requests on one
-connection, cost no other connection more than a few milliseconds at a time.
+is ignored. Data is parsed in turns (`turns`), so that a body in chunks of one byte, or many
+requests on one connection, delay other connections by only a few milliseconds at a time.
 
-It also ends the connections of clients that don't read their responses. Unread data waits in the
-kernel's queue and then in the connection's buffer. When the buffer is full, no more chunks are
-made; the engine still generates, and the text is kept once. If a client takes no byte for the whole
-timeout, its request ends as if it had disconnected. Any byte that its machine acknowledges counts.
-The connection's buffer alone would not show that, because the kernel takes more data only when a
-large part of its own queue is free again.
+`LimitedHttpProtocol` also ends the connections of clients that don't read their responses. Unread
+data waits in the kernel's queue and then in the connection's buffer. When the buffer is full, no
+more chunks are made; the engine still generates, and one copy of the text is kept. If a client
+takes no byte for the whole timeout, its request ends as if it had disconnected. Any byte that the
+client's machine acknowledges counts. The connection's buffer alone would not show these bytes,
+because the kernel takes more data only when a large part of its own queue is free again.
 
 A client that leaves ends all its requests: the one that runs, and those that wait behind it. The
-connection is read while they wait, up to limits. Beyond them, the kernel is asked whether the
-client has left. It can't see that while the client still has data for which there is no room.
+connection is read while requests wait, up to limits. Beyond these, the kernel is asked whether the
+client has left, which the kernel can't see while the client still has data for which there is no
+room.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ class _RefusedError(Exception):
 class _Flow(FlowControl):
     """uvicorn's flow control, which lets `Turns` decide whether the transport reads.
 
-    uvicorn calls `pause_reading` for each request that waits behind another one. That does nothing:
-    `Turns` is held when too many wait, and a transport that does not read can't notice that a
-    client leaves. `hold` is for bodies that no handler has taken.
+    uvicorn calls `pause_reading` for each request that waits behind another one. Here it does
+    nothing, because a transport that does not read can't notice that its client leaves; `Turns`
+    stops reading when too many requests wait. `hold` stops it for bodies that no handler has taken.
     """
 
     def __init__(self, transport: asyncio.Transport, turns: Turns) -> None:
@@ -191,7 +192,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return head
 
     def _check_upgrade(self) -> None:
-        """Refuse a handshake that the WebSocket could not read, or would never be given."""
+        """Refuse a handshake that the WebSocket could not read, or would never receive."""
         self.scope["method"] = self.parser.get_method().decode("ascii")
         if any(name in _OF_BODIES for name, _ in self.headers):
             self._refuse("it has no body")
@@ -216,9 +217,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._end_with(self._refusal)
 
     def _end_with(self, response: bytes) -> None:
-        """Close the connection, with this response to the request that is not complete yet.
+        """Close the connection, and send this response to the request that is not complete yet.
 
-        It is not sent if that request has a response, or another one waits for its own.
+        The response is not sent if that request already has one, or if an earlier request waits for
+        its own.
         """
         if self._is_in_body and len(self._unanswered) == 1 and not self.cycle.response_started:
             self.cycle.disconnected = True  # its handler can send nothing more
@@ -229,10 +231,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def on_body(self, body: bytes) -> None:
-        """Add a piece of a body to what no handler has taken yet, and stop reading if full.
+        """Keep a piece of a body until a handler takes it, and stop reading if too much is kept.
 
         uvicorn would stop at 64 KiB, less than one read, and each read of a large body would wait
-        for the handler: 15 ms for 3 MB, instead of 2. The limit is for all requests that wait.
+        for the handler: 15 ms for 3 MB, instead of 2. `MAX_UNTAKEN_BYTES` is for all requests that
+        wait.
         """
         self._is_understood = True
         if self._num_expected is None:
@@ -271,7 +274,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     @property
     def _is_idle(self) -> bool:
-        """Return whether it could stay idle forever: a line break stops uvicorn's timeout."""
+        """Return whether the client could idle forever: a line break stops uvicorn's timeout."""
         has_timeout = self.timeout_keep_alive_task is not None or self._is_upgrade
         return self._is_answered and not has_timeout
 

@@ -1,4 +1,4 @@
-"""Reads from the kernel what a client's machine has acknowledged."""
+"""Reads from the kernel which bytes a client's machine has acknowledged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import termios
 from dataclasses import dataclass
 
 _LOOKS_PER_TIMEOUT = 8
-# How many intervals the time between two checks counts at most. If the event loop itself was
+# The time between two checks counts as this many intervals at most. If the event loop itself was
 # delayed for longer, it has sent nothing in that time.
 _MAX_GAP_LOOKS = 2
 # Two fields of the C struct tcp_info of Linux: tcpi_state, and tcpi_bytes_acked at byte 120.
@@ -33,7 +33,8 @@ class UnreadWatch:
     def look(self, now: float, num_bytes: int) -> bool:
         """Return whether the client has read nothing for the whole timeout.
 
-        If fewer bytes wait than at the last call, it has read some, and the timeout begins anew.
+        If fewer bytes wait than at the last call, the client has read some, and the timeout begins
+        anew.
         """
         gap_s = min(now - self._looked, _MAX_GAP_LOOKS * self.interval_s)
         self._unread_s = 0.0 if num_bytes < self._num_bytes else self._unread_s + gap_s
@@ -43,7 +44,7 @@ class UnreadWatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpProgress:
-    """What the kernel reports about a connection, also while nothing is read from it."""
+    """The kernel's report on a connection, which it gives even while nothing is read from it."""
 
     is_open: bool  # in both directions
     num_queued: int  # bytes that the client's machine has not acknowledged
@@ -51,9 +52,9 @@ class TcpProgress:
 
 
 def read_progress(transport: asyncio.Transport) -> TcpProgress:
-    """Return what the client's machine has done with the bytes that were sent to it."""
+    """Return whether the connection is open, and what of the sent data was acknowledged."""
     number = transport.get_extra_info("socket").fileno()
-    # uvloop's sockets have no options, so that another object for the same socket is needed.
+    # uvloop's socket objects can't read options, so another object for the same socket is needed.
     with socket.socket(fileno=os.dup(number)) as connection:
         report = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     state, num_acknowledged = _TCP_INFO.unpack(report.ljust(_TCP_INFO.size, b"\0"))

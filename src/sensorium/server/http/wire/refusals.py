@@ -1,4 +1,4 @@
-"""Responses of a connection itself, when no handler can respond."""
+"""Error responses that a connection sends itself, when no handler can respond."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from sensorium.server.http.errors import RETRY_AFTER_S, ApiError
 
-# The size is checked after each portion that is parsed, so headers may be larger by one.
+# The size is checked after each portion that is parsed, so headers may be larger by one portion.
 MAX_HEAD_BYTES = 2**16
 
 
@@ -23,7 +23,7 @@ def make_response(error: ApiError) -> bytes:
 
 
 def make_handshake_refusal(rule: str, *, status: int = 400) -> bytes:
-    """Return the response to a handshake of a WebSocket that breaks this rule."""
+    """Return the response to a WebSocket handshake that breaks a rule, which `rule` states."""
     code = "invalid_handshake" if status == HTTPStatus.BAD_REQUEST else "headers_too_large"
     words = f"This handshake of a WebSocket can't be taken: {rule}."
     return make_response(ApiError(words, status=status, code=code))

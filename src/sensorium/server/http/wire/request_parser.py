@@ -1,8 +1,8 @@
 """A parser of HTTP requests that continues after an upgrade that the server ignores.
 
-For httptools, what follows a head with `Upgrade` is another protocol, also the request's own body.
-But a server may ignore an upgrade and answer in HTTP/1.1 (RFC 9110, section 7.8), as it does for
-clients that offer HTTP/2 with a first request: `curl --http2` and Java's HttpClient.
+httptools treats all data after a head with `Upgrade` as another protocol, even the request's own
+body. But a server may ignore an upgrade and answer in HTTP/1.1 (RFC 9110, section 7.8), as it does
+for clients that offer HTTP/2 with a first request: `curl --http2` and Java's HttpClient.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _UPGRADE = b"upgrade"
 
 
 class RequestParser(httptools.HttpRequestParser):
-    """httptools' parser, which asks at each upgrade whether there is a head to be parsed instead.
+    """httptools' parser, which can replace the head of a request if its upgrade is ignored.
 
-    `take_head` returns that head and forgets it, or `None`: then an `HttpParserUpgrade` is raised.
-    What follows in the connection is parsed behind that head.
+    It calls `take_head` at each upgrade. That returns the new head and forgets it, or `None`: then
+    an `HttpParserUpgrade` is raised. The connection's further data is parsed behind the new head.
     """
 
     def __init__(self, protocol: object, take_head: Callable[[], bytes | None]) -> None:
@@ -48,7 +48,7 @@ class RequestParser(httptools.HttpRequestParser):
 def make_plain_head(
     method: bytes, url: bytes, version: str, headers: Sequence[tuple[bytes, bytes]]
 ) -> bytes | None:
-    """Return a head without its `Upgrade`, or `None` if it has none."""
+    """Return a head without its `Upgrade` header, or `None` if it has no such header."""
     lines = [b"%s: %s\r\n" % (name, value) for name, value in headers if name != _UPGRADE]
     if len(lines) == len(headers):
         return None

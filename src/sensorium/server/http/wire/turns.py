@@ -1,9 +1,9 @@
-"""Gives a parser what a connection receives in portions, a few in each turn of the event loop.
+"""Passes received data to a connection's parser in portions, a few in each event-loop turn.
 
-A read may have 256 KB, which is a moment's work if it is one body, and a second's if it is 30,000
-fragments of two bytes, and no one else is served meanwhile. So a parser gets no more than a turn
-may cost, and the connection is not read until the parser has the rest. Pieces (fragments, control
-frames, chunks) have an allowance: a connection that has used it up waits until it has grown again.
+A read may have 256 KB: a moment's work if it is one body, but a second's, in which no other client
+is served, if it is 30,000 fragments of two bytes. So a parser gets no more than a turn may cost,
+and the connection is not read until the parser has the rest. Pieces (fragments, control frames,
+chunks) have an allowance: a connection that has used it up waits until it has grown again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_TURN_PIECES = 64  # and those of the portion in which this number is reache
 
 
 class Allowance:
-    """An allowance: `most` events at once, and `per_s` more each second."""
+    """A rate limit (token bucket): `most` events at once, and `per_s` more each second."""
 
     def __init__(self, most: float, *, per_s: float, now: float) -> None:
         self._most = most
@@ -25,7 +25,7 @@ class Allowance:
         self._taken = now  # when it was last taken from
 
     def take(self, number: int, now: float) -> float:
-        """Take from what is left, and return for how many seconds more was taken than there was."""
+        """Count `number` events, and return the seconds to wait, which are 0 within the limit."""
         grown = (now - self._taken) * self._per_s
         self._left = min(self._most, self._left + grown) - number
         self._taken = now
@@ -33,11 +33,11 @@ class Allowance:
 
 
 class Turns:
-    """The received data of a connection that its parser has not got yet.
+    """The data that a connection has received and its parser has not got yet.
 
     It decides when the transport reads: not while data waits here, nor while `is_held` returns
-    true. Call `go_on` when that has ended. `get_size` returns how many bytes the next portion may
-    have. `transport` must be set before anything is added.
+    true. Call `go_on` when `is_held` may have become false. `get_size` returns how many bytes the
+    next portion may have. `transport` must be set before anything is added.
     """
 
     transport: asyncio.Transport
@@ -78,7 +78,7 @@ class Turns:
         self._num_pieces += 1
 
     def go_on(self) -> None:
-        """Let the transport read, or give the rest its turn, unless the parser is held."""
+        """Let the transport read, or plan a turn for waiting data, unless the parser is held."""
         if self.transport.is_closing():
             self.drop()
             return
@@ -116,7 +116,7 @@ class Turns:
             self.go_on()
 
     def _may_parse(self, num_bytes: int) -> bool:
-        """Return whether the parser gets more in this turn, after so many bytes."""
+        """Return whether the parser gets more data in this turn, after `num_bytes` bytes."""
         return (
             len(self._rest) > 0
             and num_bytes < _MAX_TURN_BYTES

@@ -1,8 +1,9 @@
-"""Connections of WebSockets: what they refuse, how they take turns, and how they live and end.
+"""WebSocket connections that limit small frames and find out whether their client is alive.
 
 The parser of the library `websockets` takes some microseconds for each frame, however small. So
 frames are parsed in turns (`turns`), and small ones are limited: the fragments of a message, and
-the control frames of a connection. A message that waits for its handler holds the rest back.
+the control frames of a connection. A message that waits for its handler holds back the data behind
+it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sensorium.server.http.wire.refusals import make_handshake_refusal, make_res
 from sensorium.server.http.wire.turns import Allowance, Turns
 
 logger = logging.getLogger(__name__)
-MAX_FRAGMENTS = 2**12  # of one message, and those of the portion that reaches it
+MAX_FRAGMENTS = 2**12  # of one message; the portion that reaches this may add more
 MAX_CONTROL_FRAMES = 600  # at once
 CONTROL_FRAMES_PER_S = 10  # more
 _PORTION_BYTES = 2**10  # to the parser at once: up to 170 frames
@@ -47,17 +48,17 @@ _HOLD_S = 1.0  # for which a connection that broke a limit or the protocol lives
 class LimitedWebSocket(WebSocketsSansIOProtocol):
     """A uvicorn WebSocket that costs other connections little, whatever its client sends.
 
-    A handshake that the library can't parse is refused at once. uvicorn would not notice it, and
-    keep the connection forever. A client that breaks a limit gets a close frame with its reason:
-    1009 for too many fragments, 1008 for too many control frames, 1007 for text that is no UTF-8.
-    Its connection stays open a moment longer, but is not read: a client that connects again at once
-    would else take as much of the server as without a limit. It also gets to read the close frame,
-    which a reset, the answer to what it still sends, might make it lose.
+    A handshake that the library can't parse is refused at once. uvicorn would not notice it and
+    would keep the connection forever. A client that breaks a limit gets a close frame with its
+    reason: 1009 for too many fragments, 1008 for too many control frames, 1007 for text that is no
+    UTF-8. Its connection stays open a moment longer, but is not read: a client that connects again
+    at once would else take as much of the server as without a limit. Also, data that the client
+    still sends would be answered by a reset, which might make it lose the close frame.
 
-    A client that sends faster than it is read can't answer a ping in time, because the answer waits
-    behind its data. So it counts as alive while it sends. While reading is paused, the kernel can't
-    report that the client has left. Then it counts as alive if its machine acknowledges the bytes
-    of the ping, and has not closed the connection.
+    A client that sends faster than the server reads can't answer a ping in time, because the answer
+    waits behind its data. So it counts as alive while it sends. While reading is paused, the kernel
+    can't report that the client has left. Then the client counts as alive if its machine
+    acknowledges the bytes of the ping, and has not closed the connection.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -122,7 +123,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
             self._fail(CloseCode.POLICY_VIOLATION, "too many pings and pongs")
 
     def _fail(self, code: CloseCode, reason: str) -> None:
-        """Close the connection as after a frame that can't be parsed. The handler gets the code."""
+        """Close the connection as after an invalid frame; the handler gets the close code."""
         if not (self._has_failed or self.transport.is_closing()):
             self.conn.fail(code, reason)
             self.handle_parser_exception()
@@ -156,15 +157,15 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
         self.close_timer = self.loop.call_later(delay_s, end)
 
     def send_receive_event_to_app(self) -> None:
-        """Give a message to the handler, unless it is text that is no UTF-8.
+        """Pass a message to the handler; text that is not valid UTF-8 fails the connection instead.
 
-        uvicorn would log that with a traceback.
+        uvicorn would log such text with a traceback.
         """
         if self.curr_msg_data_type == "text" and not self.close_sent:
             text = self.frames[0] if len(self.frames) == 1 else b"".join(self.frames)
             self.frames = [text]
             try:
-                if not text.isascii():  # which is most of them, and cheaper to find out
+                if not text.isascii():  # most texts are ASCII, and that is cheaper to check
                     text.decode()
             except UnicodeDecodeError as error:
                 self.frames = []
@@ -190,7 +191,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     async def receive(self) -> Any:
         if not self.queue.empty():
-            # Many small messages may have come in one portion. Others get a turn between them.
+            # Many small messages may have come in one portion. Other tasks get a turn between them.
             await asyncio.sleep(0)
         message = await super().receive()
         if not self.read_paused and not self.disconnected:
@@ -225,7 +226,7 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
     async def send(self, message: Any) -> None:
         if self.close_sent and message["type"] in ("websocket.send", "websocket.close"):
-            raise ClientDisconnected  # uvicorn would take it for a mistake of ours
+            raise ClientDisconnected  # uvicorn would treat it as a mistake of ours
         await super().send(message)
         if self._turns.has_rest:
             self._turns.go_on()  # a close frame ends the wait for the handler
@@ -236,12 +237,12 @@ class LimitedWebSocket(WebSocketsSansIOProtocol):
 
 
 class RealtimeProtocol(LimitedWebSocket):
-    """A WebSocket that lets its session end in peace when the server stops.
+    """A WebSocket that lets its live session end by itself when the server stops.
 
-    uvicorn would close it at once. Instead an event in the scope's state, `draining`, is set, and
-    the session closes it when it is done. Another event, `lost`, is set when the connection has
+    uvicorn would close it at once. Here the event `draining` in the scope's state is set, and the
+    session closes the WebSocket when it is done. The event `lost` is set when the connection has
     ended, because a session that reads no messages would not notice. `abort` in the state drops the
-    connection and unread data. `hang_up` sends these first, but does not wait for the client's
+    connection and unread data. `hang_up` sends that data first, but does not wait for the client's
     close frame.
     """
 

@@ -25,8 +25,8 @@ function encode(piece, name) {
   });
 }
 
-/** What is kept of a file: its bytes as a data URL for the server, and a URL to show it by. The
- * first is a Blob, made in pieces: a long video is longer than a string can be. */
+/** Returns what is kept of a file: its bytes as a data URL for the server, and a URL to show it.
+ * The data URL is a Blob, made in pieces: a long video is longer than a string can be. */
 export async function readMedia(file) {
   const kind = findKind(file);
   if (!kind) throw new Error(`${file.name} is no picture, video or audio.`);
@@ -39,7 +39,7 @@ export async function readMedia(file) {
 
 export const forget = (media) => media.forEach((item) => URL.revokeObjectURL(item.preview));
 
-/** JSON of what may have Blobs where strings would be, of text that needs no escapes. */
+/** Returns the JSON of a value. It may have Blobs in place of strings, if they need no escapes. */
 export function makeBody(value) {
   const mark = `media ${Math.random()}`;
   const blobs = [""];

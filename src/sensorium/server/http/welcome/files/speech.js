@@ -2,7 +2,7 @@
 
 import { make } from "./trace.js";
 
-// What is asked for, from the most on. A model that lacks it answers 400, and is asked for less.
+// Formats to ask for, the richest first. A model that lacks one answers 400, and gets the next one.
 const WISHES = [
   { response_format: "verbose_json", "timestamp_granularities[]": ["word", "segment"] },
   { response_format: "verbose_json" },
@@ -12,7 +12,7 @@ const LACKED = /^(timestamp_granularities|response_format)\b/; // fields that su
 const MOST_MISSING = 8; // words in a row that a segment's text may spell in another way
 let wish = 0; // what the model has given
 
-/** The server's transcript of a file. `call` sends a request, and throws what the server refuses. */
+/** Returns the server's transcript of a file. `call` sends a request, and throws if it is refused. */
 export async function transcribe(file, model, call, signal) {
   for (;;) {
     const form = new FormData();
@@ -30,7 +30,7 @@ export async function transcribe(file, model, call, signal) {
 
 const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
-/** What is said of a transcript below it, and to screen readers. */
+/** Returns the line below a transcript, which screen readers also read. */
 export function describe({ text, language, duration, words, segments }) {
   if (!text) return "Nothing was said.";
   const counted = words ? [plural(words.length, "word")] : segments ? [plural(segments.length, "segment")] : [];
@@ -44,7 +44,7 @@ function writeTime(seconds) {
   return `${hours ? `${hours}:` : ""}${minutes}:${String(rest % 60).padStart(2, "0")}`;
 }
 
-/** The text of a segment in pieces: strings, and words with their times, taken from `words`. */
+/** Returns the text of a segment in pieces: strings, and words with their times, taken from `words`. */
 function cut({ text, start, end }, words) {
   const pieces = [];
   for (let at = 0; ; ) {
@@ -59,7 +59,7 @@ function cut({ text, start, end }, words) {
   }
 }
 
-/** A list of segments whose words light up while `player` plays them; a click goes to a word. */
+/** Returns a list of segments with words that light up while `player` plays them; a click goes to a word. */
 export function drawTranscript({ text, segments, words = [] }, player) {
   if (!segments) return make("p", "transcript", text);
   const marks = []; // the words with their times, in order

@@ -2,7 +2,7 @@
 
 import { WORDS } from "./media.js";
 
-// In the order of a request. Those with a dash are part of the one before them without.
+// In the order of a request. A stage with a dash is a part of the last one without a dash.
 const STAGES = {
   parse: "read the request",
   wait_thread: "wait for a thread",

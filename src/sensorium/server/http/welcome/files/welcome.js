@@ -1,4 +1,4 @@
-// The page at `/`: a conversation with the model, over the same routes as everybody's.
+// The page at `/`: a conversation with the model, over the same routes that all clients use.
 
 import {
   EXAMPLES, drawExample, drawMedia, findKind, forget, makeBody, makePart, readMedia, record,
@@ -74,7 +74,7 @@ async function findModel() {
 const chats = () => document.body.classList.contains("chats");
 const focusInput = () => (chats() ? $("question") : $("sounds")).focus();
 
-/** Shows the parts of the page for what the model does. Without any, a conversation is offered. */
+/** Shows the parts of the page for what the model can do; by default a conversation. */
 function setAbilities(capabilities) {
   const transcribes = capabilities.includes("transcription");
   document.body.classList.toggle("transcribes", transcribes);
@@ -92,7 +92,7 @@ function notify(words) {
   $("notice").hidden = !words;
 }
 
-/** What went wrong, in words; `media`: of the question, whose names say more than their places. */
+/** Describes an error. Items of `media`, which the question has, are named by their file names. */
 function explain(error, media) {
   if (error.status === 401) {
     $("key-row").hidden = false;
@@ -104,7 +104,7 @@ function explain(error, media) {
   return item ? error.message.replace(/^messages\S*: /, () => `${item.name}: `) : error.message;
 }
 
-/** `files`, or the promise of them. */
+/** Adds `files`, or a promise of them, to the question, or transcribes them. */
 function attach(files) {
   if (!chats()) return transcribeAll(files);
   reading = Promise.all([files, reading]).then(async ([come]) => {
@@ -195,7 +195,7 @@ async function ask(question, media) {
   if (failure) goToEnd();
 }
 
-/** `files`, or the promise of them: one after the other, until one is stopped. */
+/** Transcribes `files`, or a promise of them, one by one until one is stopped. */
 function transcribeAll(files) {
   reading = Promise.all([files, reading]).then(async ([come]) => {
     if (running) throw new Error("Something else is being answered: wait for it, or stop it.");
@@ -205,7 +205,7 @@ function transcribeAll(files) {
   return reading;
 }
 
-/** Transcribes a file, and shows the words at their times. False: it was stopped. */
+/** Transcribes a file, and shows the words at their times. Returns false if it was stopped. */
 async function hear(file) {
   const kind = findKind(file) ?? "audio"; // the server says what is wrong with it
   if (kind === "image") throw new Error(`${file.name} is no audio or video.`);
