@@ -53,6 +53,14 @@ def test_the_metadata_names_authors_keywords_classifiers_and_urls(metadata: Mess
     assert metadata["License-Expression"] == "Apache-2.0"
 
 
+def test_models_with_a_tokenizer_of_mistral_take_audio_without_the_tools_of_developers(
+    metadata: Message,
+) -> None:
+    """mistral-common asks for soundfile when it makes a prompt with audio, and only then."""
+    needed = [each for each in metadata.get_all("Requires-Dist") or [] if "extra ==" not in each]
+    assert any(each.startswith("soundfile") for each in needed)
+
+
 def test_the_description_is_the_readme_with_no_link_that_leads_nowhere(metadata: Message) -> None:
     description = metadata.get_payload()
     assert isinstance(description, str)

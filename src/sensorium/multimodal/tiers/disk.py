@@ -86,7 +86,7 @@ class DiskStore:
         path = self._get_path(name)
         self._counts.num_queries += 1
         try:
-            content = _read(path, name, min(max_bytes, self._capacity_bytes))
+            content = _read(path, name, max_bytes)
         except FileNotFoundError:
             return None
         except _DamagedError:

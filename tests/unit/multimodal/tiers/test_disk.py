@@ -144,6 +144,17 @@ def test_what_is_larger_than_the_room_is_not_kept_and_costs_nothing(tmp_path: Pa
     assert store.statistics().num_oversize == 1
 
 
+def test_an_entry_beyond_the_own_room_is_read_where_another_server_has_more(
+    tmp_path: Path,
+) -> None:
+    content = bytes(5000)
+    small = DiskStore(tmp_path, 1000)
+    assert DiskStore(tmp_path, 10_000).put(name(1), [content])
+    assert small.get(name(1)) == content
+    assert small.statistics().num_damaged == 0
+    assert small.has(name(1))
+
+
 def test_a_dead_writer_leaves_nothing_that_counts_for_ever(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 10_000)
     store.put(name(1), [bytes(1000)])
