@@ -1,13 +1,15 @@
 """Measures what attacks cost the neighbours: how long three honest clients wait during each one.
 
-One server for each attack, on the embedded model or on a tiny Whisper. Quiet and attacked windows
-take turns, so that both see the same machine; in each window three clients ask side by side: one
-with text, one with a picture that is cached and one with a picture that is new, or else with a
-clip that is cached, a new one and a longer one. Every answer is checked. An attack passes if no
-answer is wrong or refused, the median wait is at most twice the quiet one, and the longest at most
-three seconds more. The attacker is a process of its own, on the same machine.
+One server for each attack, on the embedded model or on a tiny Whisper; one is a cluster of
+`sensorium deploy`. Quiet and attacked windows take turns in one run, so that both see the same
+machine; in each window three clients ask side by side: one with text, one with a picture that is
+cached and one with a picture that is new, or else with a clip that is cached, a new one and a
+longer one. Every answer is checked. An attack passes if no answer is wrong or refused, the median
+wait is at most twice the quiet one, and the longest at most three seconds more. The attacker is a
+process of its own, on the same machine.
 
 python benchmarks/attack_costs.py [--attacks NAME ...] [--windows N] [--rounds N] [--record]
+    [--record-as NAME]
 
 The last line of the output is JSON.
 """
@@ -30,6 +32,7 @@ from typing import Any
 from attacks import (
     bad_handshakes,
     costly_media,
+    damaged_disk_cache,
     endless_speech,
     enlarged_media,
     full_disk,
@@ -38,10 +41,12 @@ from attacks import (
     long_text,
     slow_bodies,
     slow_hosts,
+    slow_store,
     small_pieces,
 )
 from attacks.neighbours import Answer, Neighbours
-from live_server import LiveServer
+from live_server import LiveServer, read_metrics
+from process_samples import list_tree
 from records import write_record
 
 MODEL = "sensorium-mini"
@@ -49,7 +54,11 @@ MAX_RATIO = 2.0
 MAX_LONGER_S = 3.0
 _WARM_S = 25.0  # of questions, before the first window
 _MAX_END_S = 300.0  # for the requests of an attacker that are under way
+_END_S = 120.0  # for a server
 Attack = Callable[[str], AbstractContextManager[Any]]
+# Something next to the server, made in a folder before it starts; it gives further flags.
+Preparation = Callable[[str, Path], AbstractContextManager[tuple[str, ...]]]
+AttackInFolder = Callable[[str, Path], AbstractContextManager[Any]]
 
 
 @contextmanager
@@ -76,8 +85,24 @@ ATTACKS: dict[str, tuple[tuple[str, ...], Attack]] = {
     "21 endless speech": (endless_speech.FLAGS, endless_speech.attack),
     "22 bad handshakes": (bad_handshakes.FLAGS, bad_handshakes.attack),
     "23 small pieces": (small_pieces.FLAGS, small_pieces.attack),
+    "23 small pieces behind deploy": (
+        (*small_pieces.FLAGS, "--replicas", "1", "--frontends", "1"),
+        small_pieces.attack,
+    ),
     "24 long prompts": (long_prompts.FLAGS, long_prompts.attack),
 }
+# Attacks on a server with a store of media: also what prepares it. They need the same folder.
+STORES: dict[str, tuple[tuple[str, ...], Preparation, AttackInFolder]] = {
+    "25 damaged disk cache": (
+        damaged_disk_cache.FLAGS,
+        damaged_disk_cache.prepare,
+        damaged_disk_cache.attack,
+    ),
+    "26 silent store": (slow_store.FLAGS, slow_store.prepare_silent, slow_store.attack_silent),
+    "26 slow store": (slow_store.FLAGS, slow_store.prepare_slow, slow_store.attack_slow),
+}
+NAMES = (*ATTACKS, *STORES)
+COMMANDS = {"23 small pieces behind deploy": "deploy"}  # others: serve
 # Attacks on another model than the embedded one: what makes it, and the neighbours.
 OTHERS: dict[str, tuple[Callable[[Path], str], type[Neighbours]]] = {
     "21 endless speech": (endless_speech.make_model, endless_speech.OpenStreams),
@@ -86,7 +111,6 @@ OTHERS: dict[str, tuple[Callable[[Path], str], type[Neighbours]]] = {
 
 def measure(name: str, *, num_windows: int, num_rounds: int) -> dict[str, Any]:
     """Return the waits of all neighbours, quiet and attacked, for one attack."""
-    flags, _ = ATTACKS[name]
     quiet: list[Answer] = []
     attacked: list[Answer] = []
     with ExitStack() as stack:
@@ -94,28 +118,61 @@ def measure(name: str, *, num_windows: int, num_rounds: int) -> dict[str, Any]:
             stack.enter_context(_use_small_disk())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         make_model, kind_of_neighbours = OTHERS.get(name, (lambda _: MODEL, Neighbours))
-        model = make_model(folder / "model")
-        server = LiveServer(model, "--port", "0", *flags, log=folder / "log")
-        stack.enter_context(server)
-        url = server.wait_for_url()
+        url = stack.enter_context(_serve(name, make_model(folder / "model"), folder))
         neighbours = kind_of_neighbours(url)
         warm_at = time.monotonic() + _WARM_S
         neighbours.ask_while(lambda: time.monotonic() < warm_at)
         for _ in range(num_windows):
             quiet += neighbours.ask_while(lambda: False, min_rounds=num_rounds)
-            with _attacking(name, url):
+            with _attacking(name, url, folder):
                 attacked += neighbours.ask_while(lambda: False, min_rounds=num_rounds)
-        faults = neighbours.list_faults([*quiet, *attacked])
-    kinds = {kind: _compare(kind, quiet, attacked) for kind in neighbours.kinds}
-    return {"faults": faults, "kinds": kinds}
+        found: dict[str, Any] = {"faults": neighbours.list_faults([*quiet, *attacked])}
+        if name in STORES:
+            found["store"] = _count_store_faults(url)
+    return found | {"kinds": {kind: _compare(kind, quiet, attacked) for kind in neighbours.kinds}}
 
 
 @contextmanager
-def _attacking(name: str, url: str) -> Iterator[None]:
+def _serve(name: str, model: str, folder: Path) -> Iterator[str]:
+    """Run the server for an attack and what it needs, and give its address."""
+    with ExitStack() as stack:
+        if name in STORES:
+            flags, prepare, _ = STORES[name]
+            flags = (*flags, *stack.enter_context(prepare(model, folder)))
+        else:
+            flags, _ = ATTACKS[name]
+        command = COMMANDS.get(name, "serve")
+        server = LiveServer(model, "--port", "0", *flags, log=folder / "log", command=command)
+        stack.enter_context(server)
+        url = server.wait_for_url()
+        yield url
+        pids = list_tree(server.process.pid)
+        server.stop()
+        _wait_until_ended(pids)
+
+
+def _wait_until_ended(pids: list[int]) -> None:
+    """Wait until all processes of a server have ended: those of a cluster are many."""
+    deadline = time.monotonic() + _END_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline:
+            raise SystemExit(f"processes of the server are still there: {left}")
+        time.sleep(0.1)
+
+
+def _count_store_faults(url: str) -> dict[str, float]:
+    """Return how often the server had trouble with its stores, those of quiet windows included."""
+    prefix = "sensorium:tier_faults_total"
+    samples = read_metrics(url.rstrip("/")).items()
+    return {key.removeprefix(prefix): value for key, value in samples if key.startswith(prefix)}
+
+
+@contextmanager
+def _attacking(name: str, url: str, folder: Path) -> Iterator[None]:
     """Attack from another process until the block ends."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run_attack, args=(name, url, theirs), daemon=True)
+    process = context.Process(target=_run_attack, args=(name, url, folder, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -128,12 +185,19 @@ def _attacking(name: str, url: str) -> Iterator[None]:
         process.kill()
 
 
-def _run_attack(name: str, url: str, pipe: Connection) -> None:
-    _, attack = ATTACKS[name]
-    with attack(url):
+def _run_attack(name: str, url: str, folder: Path, pipe: Connection) -> None:
+    with _begin(name, url, folder):
         pipe.send(None)
         with suppress(EOFError):
             pipe.recv()
+
+
+def _begin(name: str, url: str, folder: Path) -> AbstractContextManager[Any]:
+    if name in STORES:
+        _, _, attack_in_folder = STORES[name]
+        return attack_in_folder(url, folder)
+    _, attack = ATTACKS[name]
+    return attack(url)
 
 
 @contextmanager
@@ -171,10 +235,11 @@ def _compare(kind: str, quiet: list[Answer], attacked: list[Answer]) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--attacks", nargs="*", default=list(ATTACKS), metavar="NAME")
+    parser.add_argument("--attacks", nargs="*", default=list(NAMES), metavar="NAME")
     parser.add_argument("--windows", type=int, default=3, help="of each kind (default 3)")
     parser.add_argument("--rounds", type=int, default=10, help="questions a window (default 10)")
     parser.add_argument("--record", action="store_true", help="write benchmarks/records")
+    parser.add_argument("--record-as", default="attack_costs", metavar="NAME", help="its name")
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     for name in arguments.attacks:
@@ -189,8 +254,8 @@ def main() -> None:
             )
         for fault in found["faults"]:
             print(f"  {fault}")
-    if arguments.record:
-        write_record("attack_costs", figures)
+        if arguments.record:  # now, because the next attack may end all this
+            write_record(arguments.record_as, figures)
     print(json.dumps(figures))
 
 

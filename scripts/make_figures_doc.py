@@ -30,6 +30,8 @@ SECURITY = ROOT / "docs" / "security.md"
 MARKS = "<!-- made by scripts/make_figures_doc.py -->", "<!-- until here -->"
 # The README prints a row from the first of these that has it, and the ratios of all.
 SHAPES = {"3B": "beside_vllm_3b", "7B": "beside_vllm_7b", "Whisper": "beside_vllm_whisper"}
+# Each has some of the attacks. What several have is printed from the last one.
+ATTACK_RECORDS = ("attack_costs_stores", "attack_costs")
 # In the order of the page. The name is that of the benchmark.
 ATTACKS = {
     "9 long text": "texts of 8 MB from four clients, each two seconds after its last answer",
@@ -42,7 +44,11 @@ ATTACKS = {
     "16 greedy stream": "a request for 128 completions, whose stream the client never reads",
     "22 bad handshakes": "WebSocket handshakes that can't be parsed, without end",
     "23 small pieces": "fragments, pings and chunks of a few bytes, sent without a pause",
+    "23 small pieces behind deploy": "the same pieces, sent to a cluster of `sensorium deploy`",
     "24 long prompts": "prompts that fill the context, without end",
+    "25 damaged disk cache": "pictures with damaged entries in a disk cache, at most ten a second",
+    "26 silent store": "new pictures, with a Redis that is silent for 5 of 10 seconds",
+    "26 slow store": "requests for 4 new pictures from 40 clients, with a Redis that takes 1.5 s",
     "21 endless speech": "1.5 seconds of audio, four clients, options that make Whisper never stop",
 }
 _WAIT = "ttft_p50_ms"
@@ -209,13 +215,14 @@ def _print_ratios(rows: Sequence[Row]) -> str:
     return " ".join([first, *(f"({wait})" for wait in waits)])
 
 
-def make_attacks_table(record: Record) -> str:
+def make_attacks_table(records: Iterable[Record]) -> str:
     """Return how much longer other clients wait during each attack."""
+    figures = {name: found for record in records for name, found in record["figures"].items()}
     rows = []
     for name, what in ATTACKS.items():
-        found = record["figures"][name]
+        found = figures[name]
         if found["faults"]:
-            sys.exit(f"the record attack_costs has wrong answers during the attack {name!r}")
+            sys.exit(f"a record has wrong answers during the attack {name!r}")
         kinds = found["kinds"].values()
         longest = max(kind["longest_longer_s"] for kind in kinds)
         ratios = [f"{kind['median_ratio']:.2f}\N{MULTIPLICATION SIGN}" for kind in kinds]
@@ -241,7 +248,7 @@ def put_table(text: str, table: str) -> str:
 
 def make_pages() -> dict[Path, str]:
     records = {shape: read_record(name) for shape, name in SHAPES.items()}
-    attacks = make_attacks_table(read_record("attack_costs"))
+    attacks = make_attacks_table(map(read_record, ATTACK_RECORDS))
     return {
         PAGE: make_page(TEMPLATE.read_text()),
         README: put_table(README.read_text(), make_readme_table(records)),
