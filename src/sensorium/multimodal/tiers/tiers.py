@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -56,6 +57,10 @@ _TOUCH_S = 600.0  # an item that is used again and again is marked as used once 
 _MAX_TOUCHED = 2**16  # items with a time of their last mark
 _MARK_BYTES = 2**10  # memory that a waiting mark counts as, so that few wait for a slow store
 _VERSION = 2  # of the content of entries
+# Items that are looked up at once, of all threads that process media, and how long the next one
+# waits for its turn. A slow store would otherwise keep all these threads.
+_MAX_LOADS = 8
+_TURN_S = 0.05
 _MAX_LAYOUT_BYTES = 2**26  # of an entry with a layout: a text, and numbers for each patch
 # Entries are kept for hashes of content, and for windows of audio that has one.
 _HASH = re.compile(r"[0-9a-f]{64}(@[0-9]+)?")
@@ -91,6 +96,9 @@ class MediaTiers:
             f"{part}-{_shorten(processing)}" for part in ("layout", "tensors")
         )
         self.writer = BackgroundWriter()
+        self._turns = threading.BoundedSemaphore(_MAX_LOADS)
+        self._lock = threading.Lock()
+        self.num_skipped = 0  # items that were not looked up, because too many others were
         self._touched: LruCache[str, float] = LruCache(_MAX_TOUCHED)  # hash -> when, monotonic
 
     def load_item(
@@ -102,10 +110,19 @@ class MediaTiers:
     ) -> ProcessedItem | None:
         """Return a processed item, or None if the stores lack one of the entries that it needs.
 
-        With `takes_encoded` the item may have its encoder output in place of its large tensors. If
-        `check` raises a `RequestError` for an item, its entries are removed as damaged.
+        The result is also None while many other items are looked up, which takes long only if a
+        store is slow. With `takes_encoded` the item may have its encoder output in place of its
+        large tensors. If `check` raises a `RequestError` for an item, its entries are removed as
+        damaged.
         """
-        item = self._load_parts(mm_hash, takes_encoded=takes_encoded)
+        if not self._turns.acquire(timeout=_TURN_S):
+            with self._lock:
+                self.num_skipped += 1
+            return None
+        try:
+            item = self._load_parts(mm_hash, takes_encoded=takes_encoded)
+        finally:
+            self._turns.release()
         if item is None:
             return None
         try:

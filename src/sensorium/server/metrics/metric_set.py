@@ -237,9 +237,9 @@ DEFINITIONS = (
     _count(
         "sensorium:tier_faults_total",
         "Entries of a tier that were damaged, that its disk or network failed for, or that it had "
-        "no time to keep.",
+        "no time to keep or to look up.",
         level=TIERS,
-        fault=("damaged", "failed", "dropped"),
+        fault=("damaged", "failed", "dropped", "skipped"),
     ),
     _count(
         "sensorium:encoder_items_total",

@@ -50,6 +50,7 @@ class Totals:
                 ("damaged", statistics.num_damaged),
                 ("failed", statistics.num_errors),
                 ("dropped", tiers.writer.num_dropped),
+                ("skipped", tiers.num_skipped),
             ):
                 self.follow("sensorium:tier_faults_total", count, level, fault)
             if with_contents:

@@ -6,6 +6,7 @@ import os
 import threading
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,6 +50,42 @@ def test_an_item_comes_back_as_it_was(tmp_path: Path) -> None:
     assert (item.mm_hash, item.modality, item.layout) == (HASH, "image", LAYOUT)
     assert list(item.kwargs) == list(TENSORS)
     assert all(torch.equal(item.kwargs[name], TENSORS[name]) for name in TENSORS)
+
+
+def test_a_slow_store_keeps_few_threads_and_others_count_as_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = make_tiers(tmp_path)
+    save(tiers)
+    tiers.close()
+    later = make_tiers(tmp_path)
+    (store,) = later._stores
+    answers, num_asked, get = threading.Event(), threading.Semaphore(0), store.get
+
+    def get_slowly(*arguments: Any) -> bytearray | None:
+        num_asked.release()
+        assert answers.wait(120)
+        return get(*arguments)
+
+    monkeypatch.setattr(store, "get", get_slowly)
+    found: list[object] = []
+
+    def look() -> None:
+        found.append(later.load_item(HASH, takes_encoded=True))
+
+    threads = [threading.Thread(target=look) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert num_asked.acquire(timeout=120)
+    assert later.load_item(HASH, takes_encoded=True) is None
+    assert later.num_skipped == 1
+    answers.set()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert None not in found
+    assert later.load_item(HASH, takes_encoded=True) is not None
 
 
 def test_an_encoder_output_replaces_the_large_tensors(tmp_path: Path) -> None:
