@@ -61,7 +61,7 @@ def make_plan(arguments: argparse.Namespace, url: str) -> Plan:
     return Plan(
         sides={
             "ours": url,
-            **({"peer": arguments.beside} if arguments.outside_audio else {}),
+            **({"peer": arguments.beside} if arguments.beside else {}),
         },
         loads=loads,
         probes=probes,
