@@ -33,7 +33,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
     # started in this step. An empty tuple means no new blocks in any group of layers.
     new_block_ids: BlockIds
     # How many of its last positions choose a token. 0: more of its tokens follow in later steps.
-    # 1: the step computes its last token. More: also drafts behind it, which the step verifies.
+    # 1: the step computes its last token. Drafts behind it, which are not planned yet, add to it.
     num_sampled: int
     encoder_inputs: tuple[EncoderInput, ...] = ()
     # The unique number of the request's run, by which the scheduler recognises results of an
